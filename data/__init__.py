@@ -1,0 +1,1 @@
+"""Builders of the targets and prompts that the tests and the demo use; see README.md here."""

@@ -1,0 +1,103 @@
+"""Tokenizer of the tiny Kimi: tiktoken behind the slow Transformers interface, as the large one has it.
+
+Like the tokenizer of Kimi-K2.5 it is no fast tokenizer, it has no offsets, its class is remote code (`auto_map` in
+tokenizer_config.json), single tokens may end inside a character, and its special tokens take the ids right after the
+mergeable ranks: named ones where `added_tokens_decoder` names them, `<|reserved_token_N|>` elsewhere.
+"""
+
+import os
+import shutil
+
+import tiktoken
+from tiktoken.load import load_tiktoken_bpe
+from transformers import PreTrainedTokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+PATTERN = "|".join(
+    [
+        r"[\p{Han}]+",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+NUM_RESERVED_SPECIAL_TOKENS = 64
+BYTE_TO_CHAR = bytes_to_unicode()
+CHAR_TO_BYTE = {char: byte for byte, char in BYTE_TO_CHAR.items()}
+
+
+class TikTokenTokenizer(PreTrainedTokenizer):
+    """Byte-level BPE over `tiktoken.model`. Tokens as text spell each byte as one printable character."""
+
+    vocab_files_names = {"vocab_file": "tiktoken.model"}
+    model_input_names = ["input_ids", "attention_mask"]
+
+    def __init__(self, vocab_file, added_tokens_decoder=None, **kwargs):
+        ranks = load_tiktoken_bpe(str(vocab_file))
+        added = {int(i): str(token) for i, token in (added_tokens_decoder or {}).items()}
+        ids = range(len(ranks), len(ranks) + NUM_RESERVED_SPECIAL_TOKENS)
+        self.vocab_file = str(vocab_file)
+        self.special_tokens = {added.get(i, f"<|reserved_token_{i}|>"): i for i in ids}
+        self.model = tiktoken.Encoding(
+            "tiny_kimi", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=self.special_tokens
+        )
+        self.decoder = [_spell(self.model.decode_single_token_bytes(i)) for i in range(self.model.n_vocab)]
+        self.encoder = {token: i for i, token in enumerate(self.decoder)}
+        super().__init__(added_tokens_decoder=added_tokens_decoder or {}, **kwargs)
+
+    @property
+    def vocab_size(self):
+        return self.model.n_vocab
+
+    def get_vocab(self):
+        return dict(self.encoder)
+
+    def encode(self, text, allow_special_tokens=True, **kwargs):
+        """Token ids of `text`; with allow_special_tokens=False the text of a control token stays plain text."""
+        if kwargs:
+            return super().encode(text, **kwargs)
+        if allow_special_tokens:
+            return self.model.encode(text, allowed_special="all")
+        return self.model.encode(text, disallowed_special=())
+
+    def decode(self, token_ids, **kwargs):
+        if kwargs:
+            return super().decode(token_ids, **kwargs)
+        return self.model.decode([token_ids] if isinstance(token_ids, int) else list(token_ids))
+
+    def _tokenize(self, text, **kwargs):
+        return [self.decoder[i] for i in self.encode(text)]
+
+    def _convert_token_to_id(self, token):
+        return self.encoder.get(token, self.encoder[str(self.unk_token)])
+
+    def _convert_id_to_token(self, index):
+        return self.decoder[index]
+
+    def convert_tokens_to_string(self, tokens):
+        return bytes(CHAR_TO_BYTE[char] for char in "".join(tokens)).decode("utf-8", "replace")
+
+    def save_vocabulary(self, save_directory, filename_prefix=None):
+        path = os.path.join(save_directory, (filename_prefix + "-" if filename_prefix else "") + "tiktoken.model")
+        if os.path.abspath(path) != os.path.abspath(self.vocab_file):
+            shutil.copyfile(self.vocab_file, path)
+        return (path,)
+
+    def apply_chat_template(self, conversation, tools=None, **kwargs):
+        return super().apply_chat_template(conversation, tools=_sorted_keys(tools), **kwargs)
+
+
+def _spell(token):
+    return "".join(BYTE_TO_CHAR[byte] for byte in token)
+
+
+def _sorted_keys(value):
+    if isinstance(value, dict):
+        return {key: _sorted_keys(value[key]) for key in sorted(value)}
+    return [_sorted_keys(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,156 @@
+"""What every numbered script shares: flags, the YAML config under them, exit codes, one clear line for an error.
+
+A script is `cli.run(parser, check, work)`: `check(args)` does everything that can be known before the expensive
+part and returns a plan, `work(plan)` does the stage. Exit codes: 0 done, 1 failed while working, 2 refused before
+working, 130 interrupted. Nothing here imports torch, so `--help` is quick.
+"""
+
+import argparse
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from eagle3 import __version__
+
+STAGES = ("generate", "prepare", "extract", "train", "evaluate")
+DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+
+Plan = TypeVar("Plan")
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser of one stage, whose errors are one line and whose flags may stand in a YAML file."""
+
+    def __init__(self, stage: str, doc: str) -> None:
+        super().__init__(
+            description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        )
+        assert stage in STAGES, stage
+        self.stage = stage
+        self.add_argument("--version", action="version", version=f"eagle3-train {__version__}")
+        self.add_argument(
+            "--config", type=Path, metavar="FILE.yaml", help="flags from a YAML file; a flag given here wins"
+        )
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(REFUSED, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+    def parse(self, argv: list[str] | None = None) -> argparse.Namespace:
+        """The arguments of `argv` over those of its `--config` file, checked by the same rules."""
+        argv = sys.argv[1:] if argv is None else argv
+        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        finder.add_argument("--config", type=Path)
+        try:
+            config = finder.parse_known_args(argv)[0].config
+            return self.parse_args((self._config_arguments(config) if config else []) + argv)
+        except (ValueError, OSError) as error:
+            self.error(str(error))
+
+    def _config_arguments(self, path: Path) -> list[str]:
+        """The YAML file's keys for this stage, as command-line arguments."""
+        known = {s[2:]: a for s, a in self._option_string_actions.items() if s.startswith("--")}
+        arguments: list[str] = []
+        for key, value in config_values(path, self.stage).items():
+            name = key.replace("_", "-")
+            if name not in known or name in ("config", "help", "version"):
+                raise ValueError(
+                    f"{path}: unknown key {key!r} for {self.prog}: its flags are {', '.join(known)}"
+                )
+            arguments += _as_arguments(name, value, known[name])
+        return arguments
+
+
+def config_values(path: Path, stage: str) -> dict[str, Any]:
+    """A config file's settings for one stage: its flat keys, then those of the section named after the stage.
+
+    A section of another stage is left alone. Raises ValueError for a file that is not a mapping.
+    """
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected `flag: value` lines, found {type(content).__name__}")
+    sections = {k: v or {} for k, v in content.items() if k in STAGES}
+    if bad := [k for k, v in sections.items() if not isinstance(v, dict)]:
+        raise ValueError(f"{path}: section {bad[0]!r} must hold `flag: value` lines")
+    return {k: v for k, v in content.items() if k not in STAGES} | sections.get(stage, {})
+
+
+def _as_arguments(name: str, value: Any, action: argparse.Action) -> list[str]:
+    if isinstance(value, bool):
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return [f"--{name}" if value else f"--no-{name}"]
+        if action.nargs != 0:
+            raise ValueError(f"config key {name!r} takes a value, not {str(value).lower()}")
+        return [f"--{name}"] if value else []
+    if value is None:
+        return []
+    if isinstance(value, list):
+        return [f"--{name}", *map(str, value)]
+    return [f"--{name}={value}"]
+
+
+def positive_int(text: str) -> int:
+    """An argparse type: a whole number of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text}")
+    return value
+
+
+def fraction(text: str) -> float:
+    """An argparse type: a number above 0 and at most 1."""
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number above 0 and at most 1, found {text}")
+    return value
+
+
+def add_model(parser: Parser, *, required: bool = True) -> None:
+    """The two flags that name a target."""
+    parser.add_argument(
+        "--model-path", type=Path, required=required, metavar="DIR", help="the target's folder"
+    )
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run the Python code in the target's folder (default: no)",
+    )
+
+
+def run(
+    parser: Parser, check: Callable[[argparse.Namespace], Plan], work: Callable[[Plan], None]
+) -> NoReturn:
+    """Parse, check, work; exit with the code that says how far it came."""
+    args = parser.parse()
+    code = REFUSED
+    try:
+        plan = check(args)
+        code = FAILED
+        work(plan)
+        code = DONE
+    except KeyboardInterrupt:
+        _last_line(parser, "interrupted by Ctrl-C")
+        code = INTERRUPTED
+    except (ValueError, OSError) as error:
+        _last_line(parser, f"error: {describe(error)}")
+    except Exception as error:
+        traceback.print_exc()
+        _last_line(parser, f"failed: {type(error).__name__}: {describe(error)} (traceback above)")
+        code = FAILED
+    sys.exit(code)
+
+
+def describe(error: BaseException) -> str:
+    """An error's text; never empty, since an empty one says nothing at 3 a.m."""
+    return str(error) or f"{type(error).__name__} without a message"
+
+
+def _last_line(parser: Parser, text: str) -> None:
+    sys.stdout.flush()
+    print(f"{parser.prog}: {text}", file=sys.stderr, flush=True)

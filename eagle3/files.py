@@ -1,0 +1,78 @@
+"""Files that are whole or absent: atomic writes, JSON, hashes."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+TEMPORARY_SUFFIX = ".tmp"
+
+
+def temporary_name(path: Path) -> Path:
+    """The name under which this process writes `path` before renaming it: same folder, unique to the process."""
+    return path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Rename a written and fsynced temporary file to its final name, durably."""
+    os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """Yields a temporary path to write; it becomes `path`, flushed to disk, only if the block ends without error."""
+    temporary = temporary_name(path)
+    try:
+        yield temporary
+        with open(temporary, "rb+") as written:
+            os.fsync(written.fileno())
+        publish(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON atomically, indented, keys in the order given."""
+    with atomic(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read JSON; a ValueError names the file when it is not JSON."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from None
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def sha256_json(content: Any) -> str:
+    """The hash of a JSON value that does not depend on the order of its keys."""
+    return sha256(json.dumps(content, sort_keys=True).encode())
+
+
+def sha256_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def first_difference(expected: Any, found: Any, path: str = "") -> str | None:
+    """Names the first place where two JSON values differ, as `key.path: expected X, found Y`; None if equal."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        for key in list(expected) + [k for k in found if k not in expected]:
+            inner = first_difference(expected.get(key), found.get(key), f"{path}.{key}" if path else str(key))
+            if inner:
+                return inner
+        return None
+    return None if expected == found else f"{path}: expected {expected!r}, found {found!r}"

@@ -1,0 +1,63 @@
+"""Progress of long work: a bar on a terminal, one plain line every few seconds in a log."""
+
+import sys
+import time
+from types import TracebackType
+
+from tqdm import tqdm
+
+EVERY_S = 5.0
+
+
+class Progress:
+    """Counts `unit`s of `total`. Use as a context manager; `update(n)` after each piece of work."""
+
+    def __init__(self, what: str, total: int, unit: str, *, done: int = 0) -> None:
+        self.what, self.total, self.unit = what, total, unit
+        self.done = self.start_done = done
+        self.start = self.last_line = time.monotonic()
+        self.note = ""
+        terminal = sys.stderr.isatty()
+        self.bar = (
+            tqdm(total=total, desc=what, unit=f" {unit}", initial=done, unit_scale=True) if terminal else None
+        )
+
+    def update(self, n: int, note: str = "") -> None:
+        """Add `n` units; `note` is shown at the end of the line."""
+        self.done += n
+        self.note = note
+        if self.bar is not None:
+            self.bar.set_postfix_str(note, refresh=False)
+            self.bar.update(n)
+        elif time.monotonic() - self.last_line >= EVERY_S:
+            self._print()
+
+    def line(self) -> str:
+        """`what  done/total unit (percent)  rate unit/s  ETA h:mm:ss  note`."""
+        seconds = max(time.monotonic() - self.start, 1e-9)
+        rate = (self.done - self.start_done) / seconds
+        percent = 100 * self.done / self.total if self.total else 100.0
+        eta = _clock((self.total - self.done) / rate) if rate else "unknown"
+        text = f"{self.what}  {self.done:,}/{self.total:,} {self.unit} ({percent:.1f}%)"
+        return f"{text}  {rate:,.1f} {self.unit}/s  ETA {eta}  {self.note}".rstrip()
+
+    def _print(self) -> None:
+        print(self.line(), flush=True)
+        self.last_line = time.monotonic()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.bar is not None:
+            self.bar.close()
+        else:
+            self._print()
+
+
+def _clock(seconds: float) -> str:
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}"

@@ -1,0 +1,327 @@
+"""Shards: the safetensors files that hold captured states, their writer and their reader.
+
+On disk, in this order, with all samples of a shard one after another:
+    offsets        int64 [samples + 1]           first row of each sample
+    scale          float32 [tokens, layers]      fp8 storage only: state = stored value x scale
+    input_ids      int32 [tokens]
+    hidden_states  [tokens, layers, hidden]      float32, bfloat16 or float8_e4m3fn
+    loss_mask      uint8 [tokens]                1: the target itself would generate this token
+The header's metadata holds the sample ids, the checksums (xxh3, one a sample and tensor) and what the whole set
+shares: format, layer ids, layer convention, target fingerprint, versions. A file under its final name is always whole:
+it is written under a temporary name at known positions, flushed, and renamed.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from eagle3 import files
+
+FORMAT = "eagle3-hidden-states/1"
+METADATA = "metadata.json"
+DTYPE_CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}
+HEADER_SPARE = 4096  # bytes kept free in the header, so that its length is known before the checksums are
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """What a shard will hold, known before its first state is captured.
+
+    `offsets` int64 [samples + 1], `input_ids` int32 [tokens], `loss_mask` uint8 [tokens]; `shared` is the metadata
+    that all shards of a set have in common.
+    """
+
+    index: int
+    sample_ids: list[str]
+    offsets: np.ndarray
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    num_layers: int
+    hidden_size: int
+    dtype: torch.dtype
+    shared: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return shard_name(self.index)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.offsets[-1])
+
+    @property
+    def has_scale(self) -> bool:
+        return self.dtype == torch.float8_e4m3fn
+
+
+def shard_name(index: int) -> str:
+    return f"shard-{index:05}.safetensors"
+
+
+def bytes_per_token(num_layers: int, hidden_size: int, dtype: torch.dtype) -> int:
+    """Bytes that one token takes on disk: states, its scales with fp8, id and mask."""
+    scale = 4 if dtype == torch.float8_e4m3fn else 0
+    return num_layers * (hidden_size * dtype.itemsize + scale) + 4 + 1
+
+
+def quantise_fp8(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """States [tokens, layers, hidden] as float8_e4m3fn and their scales float32 [tokens, layers]."""
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    scale = (states.abs().amax(-1).float() / largest).clamp_min(torch.finfo(torch.float32).tiny)
+    return (states.float() / scale[..., None]).to(torch.float8_e4m3fn), scale
+
+
+class ShardWriter:
+    """Writes one shard; rows may arrive in any order of samples, each sample's rows in order from 0.
+
+    A sample that starts again at row 0 (a preempted request) replaces what it had. Not thread-safe per sample: one
+    sample's rows must come from one thread at a time.
+    """
+
+    def __init__(self, folder: Path, spec: ShardSpec) -> None:
+        self.spec = spec
+        self.path = folder / spec.name
+        self._temporary = files.temporary_name(self.path)
+        tensors = _layout(spec)
+        header = _header(spec, tensors, [])
+        self._data_start = 8 + (len(header) + HEADER_SPARE + _checksum_room(spec) + 7) // 8 * 8
+        self._starts = {name: self._data_start + start for name, (_, _, start, _) in tensors.items()}
+        self._file = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._rows = [0] * len(spec.sample_ids)
+        self._digests = [xxhash.xxh3_64() for _ in spec.sample_ids]
+        for name in ("offsets", "input_ids", "loss_mask"):
+            self._write(np.ascontiguousarray(getattr(spec, name)), self._starts[name])
+
+    def write(self, sample: int, row: int, states: torch.Tensor, scale: torch.Tensor | None = None) -> None:
+        """Write `states` [n, layers, hidden] (CPU, contiguous) as rows row..row+n of a sample; its scales with fp8."""
+        length = int(self.spec.offsets[sample + 1] - self.spec.offsets[sample])
+        if row == 0:
+            self._rows[sample], self._digests[sample] = 0, xxhash.xxh3_64()
+        if row != self._rows[sample] or row + len(states) > length:
+            raise RuntimeError(
+                f"{self.path.name}, sample {self.spec.sample_ids[sample]!r}: expected rows from {self._rows[sample]} up "
+                f"to {length}, captured {row} to {row + len(states)}"
+            )
+        at = int(self.spec.offsets[sample]) + row
+        self._write_rows("hidden_states", at, states, sample)
+        if self.spec.has_scale:
+            assert scale is not None
+            self._write_rows("scale", at, scale, sample)
+        self._rows[sample] += len(states)
+
+    @property
+    def complete(self) -> bool:
+        return self._rows == np.diff(self.spec.offsets).tolist()
+
+    def finish(self) -> Path:
+        """Write the header, flush to disk, give the shard its final name."""
+        if not self.complete:
+            raise RuntimeError(f"{self.path.name}: not every sample has all its rows; nothing was published")
+        header = _header(self.spec, _layout(self.spec), [d.hexdigest() for d in self._digests])
+        room = self._data_start - 8
+        assert len(header) <= room, (len(header), room)
+        self._write(room.to_bytes(8, "little") + header.ljust(room), 0)
+        os.fsync(self._file)
+        os.close(self._file)
+        files.publish(self._temporary, self.path)
+        return self.path
+
+    def abandon(self) -> None:
+        """Remove the temporary file of an unfinished shard."""
+        if self._temporary.exists():
+            os.close(self._file)
+            self._temporary.unlink()
+
+    def _write_rows(self, name: str, at: int, rows: torch.Tensor, sample: int) -> None:
+        data = rows.contiguous().view(torch.uint8).numpy().reshape(-1)
+        self._write(data, self._starts[name] + at * (data.nbytes // len(rows)))
+        self._digests[sample].update(data)
+
+    def _write(self, data: np.ndarray | bytes, position: int) -> None:
+        view = memoryview(data).cast("B")
+        while view:
+            written = os.pwrite(self._file, view, position)
+            view, position = view[written:], position + written
+
+
+def _layout(spec: ShardSpec) -> dict[str, tuple[str, list[int], int, int]]:
+    """name -> (safetensors dtype, shape, start byte, end byte), widest elements first so that all stay aligned."""
+    tokens, states = spec.num_tokens, [spec.num_tokens, spec.num_layers, spec.hidden_size]
+    shapes = {"offsets": ("I64", 8, [len(spec.offsets)])}
+    if spec.has_scale:
+        shapes["scale"] = ("F32", 4, states[:2])
+    shapes["input_ids"] = ("I32", 4, [tokens])
+    shapes["hidden_states"] = (DTYPE_CODES[spec.dtype], spec.dtype.itemsize, states)
+    shapes["loss_mask"] = ("U8", 1, [tokens])
+    layout, start = {}, 0
+    for name, (code, width, shape) in shapes.items():
+        end = start + width * int(np.prod(shape, dtype=np.int64))
+        layout[name] = (code, shape, start, end)
+        start = end
+    return layout
+
+
+def _checksum_room(spec: ShardSpec) -> int:
+    return 24 * (len(spec.sample_ids) + 1)  # 16 hex digits, quotes (escaped once more) and a comma
+
+
+def _header(spec: ShardSpec, tensors: dict, digests: list[str]) -> bytes:
+    own = {"sample_ids": spec.sample_ids, "checksums": digests, "checksum_tokens": _tokens_checksum(spec)}
+    metadata = {k: json.dumps(v) for k, v in ({"format": FORMAT} | spec.shared | own).items()}
+    entries = {n: {"dtype": c, "shape": s, "data_offsets": [a, b]} for n, (c, s, a, b) in tensors.items()}
+    return json.dumps({"__metadata__": metadata} | entries).encode()
+
+
+def _tokens_checksum(spec: "ShardSpec | Shard") -> str:
+    digest = xxhash.xxh3_64()
+    for array in (spec.offsets, spec.input_ids, spec.loss_mask):
+        digest.update(np.ascontiguousarray(array))
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample on the CPU: `input_ids` int64 [n], `loss_mask` bool [n], `hidden_states` [n, layers, hidden]."""
+
+    id: str
+    input_ids: torch.Tensor
+    loss_mask: torch.Tensor
+    hidden_states: torch.Tensor
+
+
+class Shard:
+    """A shard opened for reading: header and tokens at once, states mapped and read on demand."""
+
+    def __init__(self, path: Path) -> None:
+        """ValueError, naming the file, if it is not a whole shard of this format."""
+        self.path = path
+        try:
+            self._file = safe_open(path, "pt")
+            metadata = {k: json.loads(v) for k, v in (self._file.metadata() or {}).items()}
+            if metadata.get("format") != FORMAT:
+                raise ValueError(f"expected format {FORMAT!r}, found {metadata.get('format')!r}")
+            self.metadata: dict[str, Any] = metadata
+            self.offsets = self._file.get_tensor("offsets").numpy()
+            self.input_ids = self._file.get_tensor("input_ids").numpy()
+            self.loss_mask = self._file.get_tensor("loss_mask").numpy()
+            self._states = self._file.get_slice("hidden_states")
+        except (SafetensorError, ValueError, OSError) as error:
+            raise ValueError(f"{path}: not a whole shard: {error}") from None
+        self.sample_ids: list[str] = metadata["sample_ids"]
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The metadata that all shards of a set have in common."""
+        own = ("sample_ids", "checksums", "checksum_tokens")
+        return {k: v for k, v in self.metadata.items() if k not in own}
+
+    @cached_property
+    def _scale(self) -> Any:
+        return self._file.get_slice("scale") if "scale" in self._file.keys() else None  # noqa: SIM118
+
+    def stored(self, sample: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A sample's states as stored [n, layers, hidden], and their scales [n, layers] with fp8."""
+        rows = slice(int(self.offsets[sample]), int(self.offsets[sample + 1]))
+        return self._states[rows], self._scale[rows] if self._scale is not None else None
+
+    def sample(self, index: int, layers: slice = slice(None)) -> Sample:
+        """One sample; fp8 states are returned as bfloat16."""
+        states, scale = self.stored(index)
+        if scale is not None:
+            states = (states.float() * scale[..., None]).to(torch.bfloat16)
+        rows = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
+        return Sample(
+            id=self.sample_ids[index],
+            input_ids=torch.from_numpy(self.input_ids[rows].astype(np.int64)),
+            loss_mask=torch.from_numpy(self.loss_mask[rows].astype(bool)),
+            hidden_states=states[:, layers],
+        )
+
+    def faults(self) -> list[str]:
+        """What is wrong with the stored bytes, one line a fault; empty when every checksum holds."""
+        found = []
+        if _tokens_checksum(self) != self.metadata["checksum_tokens"]:
+            found.append(f"{self.path}: ids, mask or offsets do not match their checksum")
+        for index, expected in enumerate(self.metadata["checksums"]):
+            digest = xxhash.xxh3_64()
+            for tensor in self.stored(index):
+                if tensor is not None:
+                    digest.update(tensor.contiguous().view(torch.uint8).numpy().reshape(-1))
+            if digest.hexdigest() != expected:
+                found.append(f"{self.path}: sample {self.sample_ids[index]!r} does not match its checksum")
+        return found
+
+
+class ShardSet:
+    """All shards of a folder as one sequence of samples, in shard order."""
+
+    def __init__(self, folder: Path) -> None:
+        """ValueError if there are none, one is not whole, or they do not belong together."""
+        self.folder = folder
+        paths = shard_paths(folder)
+        if not paths:
+            raise ValueError(
+                f"--hidden-states {folder}: no shards there (02_extract_hidden_states.py writes them)"
+            )
+        self.shards = [Shard(p) for p in paths]
+        self.shared = self.shards[0].shared
+        for shard in self.shards[1:]:
+            if difference := files.first_difference(self.shared, shard.shared):
+                raise ValueError(f"{shard.path} does not belong with {paths[0].name}: {difference}")
+        self._firsts = np.cumsum([0] + [len(s) for s in self.shards])
+        ids = self.sample_ids
+        if len(set(ids)) != len(ids):
+            twice = next(i for i in ids if ids.count(i) > 1)
+            raise ValueError(f"{folder}: sample {twice!r} is in the shards more than once")
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, index: int) -> Sample:
+        shard, inner = self.locate(index)
+        return shard.sample(inner)
+
+    def locate(self, index: int) -> tuple[Shard, int]:
+        """The shard that holds a sample, and the sample's place in it."""
+        at = int(np.searchsorted(self._firsts, index, side="right")) - 1
+        return self.shards[at], index - int(self._firsts[at])
+
+    @property
+    def sample_ids(self) -> list[str]:
+        return [i for shard in self.shards for i in shard.sample_ids]
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sample, int64 [samples]."""
+        return np.concatenate([np.diff(s.offsets) for s in self.shards])
+
+
+def shard_paths(folder: Path) -> list[Path]:
+    """The shards of a folder under their final names, in order."""
+    return sorted(folder.glob("shard-*.safetensors"))
+
+
+def plan_shards(lengths: Sequence[int], token_bytes: int, shard_bytes: int) -> list[range]:
+    """Consecutive samples for each shard: as many as fit `shard_bytes`, at least one. Depends on nothing else."""
+    plan, first, size = [], 0, 0
+    for index, length in enumerate(lengths):
+        if index > first and size + length * token_bytes > shard_bytes:
+            plan.append(range(first, index))
+            first, size = index, 0
+        size += length * token_bytes
+    return [*plan, range(first, len(lengths))] if len(lengths) else []
