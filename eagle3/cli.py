@@ -24,9 +24,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser of one stage, whose errors are one line and whose flags may stand in a YAML file."""
 
     def __init__(self, stage: str, doc: str) -> None:
-        super().__init__(
-            description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-        )
+        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
         assert stage in STAGES, stage
         self.stage = stage
         self.add_argument("--version", action="version", version=f"eagle3-train {__version__}")
@@ -55,9 +53,7 @@ class Parser(argparse.ArgumentParser):
         for key, value in config_values(path, self.stage).items():
             name = key.replace("_", "-")
             if name not in known or name in ("config", "help", "version"):
-                raise ValueError(
-                    f"{path}: unknown key {key!r} for {self.prog}: its flags are {', '.join(known)}"
-                )
+                raise ValueError(f"{path}: unknown key {key!r} for {self.prog}: its flags are {', '.join(known)}")
             arguments += _as_arguments(name, value, known[name])
         return arguments
 
@@ -113,9 +109,7 @@ def fraction(text: str) -> float:
 
 def add_model(parser: Parser, *, required: bool = True) -> None:
     """The two flags that name a target."""
-    parser.add_argument(
-        "--model-path", type=Path, required=required, metavar="DIR", help="the target's folder"
-    )
+    parser.add_argument("--model-path", type=Path, required=required, metavar="DIR", help="the target's folder")
     parser.add_argument(
         "--trust-remote-code",
         action="store_true",
@@ -123,9 +117,7 @@ def add_model(parser: Parser, *, required: bool = True) -> None:
     )
 
 
-def run(
-    parser: Parser, check: Callable[[argparse.Namespace], Plan], work: Callable[[Plan], None]
-) -> NoReturn:
+def run(parser: Parser, check: Callable[[argparse.Namespace], Plan], work: Callable[[Plan], None]) -> NoReturn:
     """Parse, check, work; exit with the code that says how far it came."""
     args = parser.parse()
     code = REFUSED

@@ -24,13 +24,9 @@ def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> list[int]:
     ids = list(layer_ids)
     last = num_layers - 1
     if len(ids) != NUM_DRAFT_LAYERS + 1:
-        raise ValueError(
-            f"--layer-ids: expected {NUM_DRAFT_LAYERS} draft layers and the last layer, found {ids}"
-        )
+        raise ValueError(f"--layer-ids: expected {NUM_DRAFT_LAYERS} draft layers and the last layer, found {ids}")
     if bad := [i for i in ids if not 0 <= i <= last]:
-        raise ValueError(
-            f"--layer-ids: {bad[0]} is not a layer: the target has {num_layers} layers, 0 to {last}"
-        )
+        raise ValueError(f"--layer-ids: {bad[0]} is not a layer: the target has {num_layers} layers, 0 to {last}")
     if any(a >= b for a, b in zip(ids[:-1], ids[1:], strict=True)):
         raise ValueError(f"--layer-ids: expected strictly ascending ids, found {ids}")
     if ids[-1] != last:

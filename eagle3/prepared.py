@@ -45,9 +45,7 @@ def parse_row(line: str | bytes, where: str) -> Row:
     if row.input_ids.ndim != 1 or len(row.input_ids) == 0:
         raise ValueError(f"{where}: input_ids must be a non-empty list of token ids")
     if row.loss_mask.shape != row.input_ids.shape:
-        raise ValueError(
-            f"{where}: has {len(row.input_ids)} input_ids but {row.loss_mask.size} loss_mask entries"
-        )
+        raise ValueError(f"{where}: has {len(row.input_ids)} input_ids but {row.loss_mask.size} loss_mask entries")
     if row.loss_mask.max() > 1:
         raise ValueError(f"{where}: loss_mask holds {row.loss_mask.max()}, expected only 0 and 1")
     return row
@@ -72,9 +70,7 @@ def read_metadata(data: Path) -> dict[str, Any]:
         raise ValueError(f"--prepared-data {data}: no such file (01_prepare_data.py writes it)")
     path = data.with_name(METADATA)
     if not path.is_file():
-        raise ValueError(
-            f"{path}: missing, so {data.name} is unfinished or not from 01_prepare_data.py; run it again"
-        )
+        raise ValueError(f"{path}: missing, so {data.name} is unfinished or not from 01_prepare_data.py; run it again")
     metadata = files.read_json(path)
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{path}: expected format {FORMAT!r}, found {metadata.get('format')!r}")

@@ -18,9 +18,7 @@ class Progress:
         self.start = self.last_line = time.monotonic()
         self.note = ""
         terminal = sys.stderr.isatty()
-        self.bar = (
-            tqdm(total=total, desc=what, unit=f" {unit}", initial=done, unit_scale=True) if terminal else None
-        )
+        self.bar = tqdm(total=total, desc=what, unit=f" {unit}", initial=done, unit_scale=True) if terminal else None
 
     def update(self, n: int, note: str = "") -> None:
         """Add `n` units; `note` is shown at the end of the line."""

@@ -272,9 +272,7 @@ class ShardSet:
         self.folder = folder
         paths = shard_paths(folder)
         if not paths:
-            raise ValueError(
-                f"--hidden-states {folder}: no shards there (02_extract_hidden_states.py writes them)"
-            )
+            raise ValueError(f"--hidden-states {folder}: no shards there (02_extract_hidden_states.py writes them)")
         self.shards = [Shard(p) for p in paths]
         self.shared = self.shards[0].shared
         for shard in self.shards[1:]:

@@ -135,9 +135,7 @@ class Target:
         """
         from safetensors import safe_open
 
-        if name == HEAD and self.text.get(
-            "tie_word_embeddings", self.config.get("tie_word_embeddings", False)
-        ):
+        if name == HEAD and self.text.get("tie_word_embeddings", self.config.get("tie_word_embeddings", False)):
             name = EMBEDDING
         stems = ("", "language_model.") if name == HEAD else PREFIXES
         found = [stem + name for stem in stems if stem + name in self.weight_files]

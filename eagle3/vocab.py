@@ -56,9 +56,7 @@ class DraftVocab:
         ids = None if content["ids"] is None else np.asarray(content["ids"], np.int64)
         vocab = cls(content["target_size"], ids)
         if vocab.fingerprint != content["fingerprint"]:
-            raise ValueError(
-                f"{folder / FILE}: does not match its own fingerprint; run 01_prepare_data.py again"
-            )
+            raise ValueError(f"{folder / FILE}: does not match its own fingerprint; run 01_prepare_data.py again")
         return vocab
 
 
@@ -72,9 +70,7 @@ def choose(counts: np.ndarray, size: int, always: Iterable[int]) -> DraftVocab:
         return DraftVocab(len(counts))
     kept = sorted(set(always))
     if len(kept) > size:
-        raise ValueError(
-            f"--draft-vocab-size {size}: too small for the target's {len(kept)} special and stop tokens"
-        )
+        raise ValueError(f"--draft-vocab-size {size}: too small for the target's {len(kept)} special and stop tokens")
     weight = counts.astype(np.int64)
     weight[kept] = np.iinfo(np.int64).max
     ids = np.sort(np.argsort(-weight, kind="stable")[:size])
