@@ -7,6 +7,7 @@ mergeable ranks: named ones where `added_tokens_decoder` names them, `<|reserved
 
 import os
 import shutil
+from typing import Any
 
 import tiktoken
 from tiktoken.load import load_tiktoken_bpe
@@ -38,11 +39,11 @@ class TikTokenTokenizer(PreTrainedTokenizer):
     vocab_files_names = {"vocab_file": "tiktoken.model"}
     model_input_names = ["input_ids", "attention_mask"]
 
-    def __init__(self, vocab_file, added_tokens_decoder=None, **kwargs):
-        ranks = load_tiktoken_bpe(str(vocab_file))
+    def __init__(self, vocab_file: str, added_tokens_decoder: dict[int, Any] | None = None, **kwargs: Any) -> None:
+        ranks = load_tiktoken_bpe(vocab_file)
         added = {int(i): str(token) for i, token in (added_tokens_decoder or {}).items()}
         ids = range(len(ranks), len(ranks) + NUM_RESERVED_SPECIAL_TOKENS)
-        self.vocab_file = str(vocab_file)
+        self.vocab_file = vocab_file
         self.special_tokens = {added.get(i, f"<|reserved_token_{i}|>"): i for i in ids}
         self.model = tiktoken.Encoding(
             "tiny_kimi", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=self.special_tokens
@@ -52,13 +53,13 @@ class TikTokenTokenizer(PreTrainedTokenizer):
         super().__init__(added_tokens_decoder=added_tokens_decoder or {}, **kwargs)
 
     @property
-    def vocab_size(self):
+    def vocab_size(self) -> int:
         return self.model.n_vocab
 
-    def get_vocab(self):
+    def get_vocab(self) -> dict[str, int]:
         return dict(self.encoder)
 
-    def encode(self, text, allow_special_tokens=True, **kwargs):
+    def encode(self, text: str, allow_special_tokens: bool = True, **kwargs: Any) -> list[int]:
         """Token ids of `text`; with allow_special_tokens=False the text of a control token stays plain text."""
         if kwargs:
             return super().encode(text, **kwargs)
@@ -66,38 +67,38 @@ class TikTokenTokenizer(PreTrainedTokenizer):
             return self.model.encode(text, allowed_special="all")
         return self.model.encode(text, disallowed_special=())
 
-    def decode(self, token_ids, **kwargs):
+    def decode(self, token_ids: int | list[int], **kwargs: Any) -> str:
         if kwargs:
             return super().decode(token_ids, **kwargs)
         return self.model.decode([token_ids] if isinstance(token_ids, int) else list(token_ids))
 
-    def _tokenize(self, text, **kwargs):
+    def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
         return [self.decoder[i] for i in self.encode(text)]
 
-    def _convert_token_to_id(self, token):
+    def _convert_token_to_id(self, token: str) -> int:
         return self.encoder.get(token, self.encoder[str(self.unk_token)])
 
-    def _convert_id_to_token(self, index):
+    def _convert_id_to_token(self, index: int) -> str:
         return self.decoder[index]
 
-    def convert_tokens_to_string(self, tokens):
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
         return bytes(CHAR_TO_BYTE[char] for char in "".join(tokens)).decode("utf-8", "replace")
 
-    def save_vocabulary(self, save_directory, filename_prefix=None):
+    def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str]:
         path = os.path.join(save_directory, (filename_prefix + "-" if filename_prefix else "") + "tiktoken.model")
         if os.path.abspath(path) != os.path.abspath(self.vocab_file):
             shutil.copyfile(self.vocab_file, path)
         return (path,)
 
-    def apply_chat_template(self, conversation, tools=None, **kwargs):
+    def apply_chat_template(self, conversation: list, tools: list | None = None, **kwargs: Any) -> Any:
         return super().apply_chat_template(conversation, tools=_sorted_keys(tools), **kwargs)
 
 
-def _spell(token):
+def _spell(token: bytes) -> str:
     return "".join(BYTE_TO_CHAR[byte] for byte in token)
 
 
-def _sorted_keys(value):
+def _sorted_keys(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _sorted_keys(value[key]) for key in sorted(value)}
     return [_sorted_keys(item) for item in value] if isinstance(value, list) else value
