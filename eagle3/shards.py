@@ -13,6 +13,7 @@ it is written under a temporary name at known positions, flushed, and renamed.
 
 import json
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,16 +29,14 @@ from eagle3 import files
 
 FORMAT = "eagle3-hidden-states/1"
 METADATA = "metadata.json"
-DTYPE_CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}
-HEADER_SPARE = 4096  # bytes kept free in the header, so that its length is known before the checksums are
+DTYPE_CODES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}
 
 
 @dataclass(frozen=True)
-class ShardSpec:
-    """What a shard will hold, known before its first state is captured.
+class ShardContent:
+    """The samples of a shard, known before its first state is captured.
 
-    `offsets` int64 [samples + 1], `input_ids` int32 [tokens], `loss_mask` uint8 [tokens]; `shared` is the metadata
-    that all shards of a set have in common.
+    `offsets` int64 [samples + 1], `input_ids` int32 [tokens], `loss_mask` uint8 [tokens].
     """
 
     index: int
@@ -45,10 +44,6 @@ class ShardSpec:
     offsets: np.ndarray
     input_ids: np.ndarray
     loss_mask: np.ndarray
-    num_layers: int
-    hidden_size: int
-    dtype: torch.dtype
-    shared: dict[str, Any]
 
     @property
     def name(self) -> str:
@@ -57,6 +52,25 @@ class ShardSpec:
     @property
     def num_tokens(self) -> int:
         return int(self.offsets[-1])
+
+    def message(self) -> dict[str, Any]:
+        """As plain lists, for an RPC; `ShardContent.receive` reads it."""
+        return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in vars(self).items()}
+
+    @classmethod
+    def receive(cls, message: dict[str, Any]) -> "ShardContent":
+        dtypes = {"offsets": np.int64, "input_ids": np.int32, "loss_mask": np.uint8}
+        return cls(**{k: np.asarray(v, dtypes[k]) if k in dtypes else v for k, v in message.items()})
+
+
+@dataclass(frozen=True)
+class ShardFormat:
+    """What all shards of a set have in common; `shared` is the part of the header that says so."""
+
+    num_layers: int
+    hidden_size: int
+    dtype: torch.dtype
+    shared: dict[str, Any]
 
     @property
     def has_scale(self) -> bool:
@@ -87,46 +101,53 @@ class ShardWriter:
     sample's rows must come from one thread at a time.
     """
 
-    def __init__(self, folder: Path, spec: ShardSpec) -> None:
-        self.spec = spec
-        self.path = folder / spec.name
+    def __init__(self, folder: Path, content: ShardContent, form: ShardFormat) -> None:
+        self.content, self.form = content, form
+        self.path = folder / content.name
         self._temporary = files.temporary_name(self.path)
-        tensors = _layout(spec)
-        header = _header(spec, tensors, [])
-        self._data_start = 8 + (len(header) + HEADER_SPARE + _checksum_room(spec) + 7) // 8 * 8
+        tensors = _layout(content, form)
+        header = _header(content, form, [])
+        self._data_start = 8 + (len(header) + _checksum_room(content) + 7) // 8 * 8
         self._starts = {name: self._data_start + start for name, (_, _, start, _) in tensors.items()}
         self._file = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-        self._rows = [0] * len(spec.sample_ids)
-        self._digests = [xxhash.xxh3_64() for _ in spec.sample_ids]
+        self._rows = [0] * len(content.sample_ids)
+        self._digests = [xxhash.xxh3_64() for _ in content.sample_ids]
+        self._lock, self._claimed = threading.Lock(), False
         for name in ("offsets", "input_ids", "loss_mask"):
-            self._write(np.ascontiguousarray(getattr(spec, name)), self._starts[name])
+            self._write(np.ascontiguousarray(getattr(content, name)), self._starts[name])
 
     def write(self, sample: int, row: int, states: torch.Tensor, scale: torch.Tensor | None = None) -> None:
         """Write `states` [n, layers, hidden] (CPU, contiguous) as rows row..row+n of a sample; its scales with fp8."""
-        length = int(self.spec.offsets[sample + 1] - self.spec.offsets[sample])
+        length = int(self.content.offsets[sample + 1] - self.content.offsets[sample])
         if row == 0:
             self._rows[sample], self._digests[sample] = 0, xxhash.xxh3_64()
         if row != self._rows[sample] or row + len(states) > length:
             raise RuntimeError(
-                f"{self.path.name}, sample {self.spec.sample_ids[sample]!r}: expected rows from {self._rows[sample]} up "
-                f"to {length}, captured {row} to {row + len(states)}"
+                f"{self.path.name}, sample {self.content.sample_ids[sample]!r}: expected rows from {self._rows[sample]} "
+                f"up to {length}, captured {row} to {row + len(states)}"
             )
-        at = int(self.spec.offsets[sample]) + row
+        at = int(self.content.offsets[sample]) + row
         self._write_rows("hidden_states", at, states, sample)
-        if self.spec.has_scale:
+        if self.form.has_scale:
             assert scale is not None
             self._write_rows("scale", at, scale, sample)
         self._rows[sample] += len(states)
 
     @property
     def complete(self) -> bool:
-        return self._rows == np.diff(self.spec.offsets).tolist()
+        return self._rows == np.diff(self.content.offsets).tolist()
+
+    def claim_finish(self) -> bool:
+        """True exactly once, for the thread whose rows completed the shard: that thread calls `finish`."""
+        with self._lock:
+            claimed, self._claimed = self.complete and not self._claimed, self._claimed or self.complete
+            return claimed
 
     def finish(self) -> Path:
         """Write the header, flush to disk, give the shard its final name."""
         if not self.complete:
             raise RuntimeError(f"{self.path.name}: not every sample has all its rows; nothing was published")
-        header = _header(self.spec, _layout(self.spec), [d.hexdigest() for d in self._digests])
+        header = _header(self.content, self.form, [d.hexdigest() for d in self._digests])
         room = self._data_start - 8
         assert len(header) <= room, (len(header), room)
         self._write(room.to_bytes(8, "little") + header.ljust(room), 0)
@@ -153,14 +174,14 @@ class ShardWriter:
             view, position = view[written:], position + written
 
 
-def _layout(spec: ShardSpec) -> dict[str, tuple[str, list[int], int, int]]:
+def _layout(content: ShardContent, form: ShardFormat) -> dict[str, tuple[str, list[int], int, int]]:
     """name -> (safetensors dtype, shape, start byte, end byte), widest elements first so that all stay aligned."""
-    tokens, states = spec.num_tokens, [spec.num_tokens, spec.num_layers, spec.hidden_size]
-    shapes = {"offsets": ("I64", 8, [len(spec.offsets)])}
-    if spec.has_scale:
+    tokens, states = content.num_tokens, [content.num_tokens, form.num_layers, form.hidden_size]
+    shapes = {"offsets": ("I64", 8, [len(content.offsets)])}
+    if form.has_scale:
         shapes["scale"] = ("F32", 4, states[:2])
     shapes["input_ids"] = ("I32", 4, [tokens])
-    shapes["hidden_states"] = (DTYPE_CODES[spec.dtype], spec.dtype.itemsize, states)
+    shapes["hidden_states"] = (DTYPE_CODES[form.dtype], form.dtype.itemsize, states)
     shapes["loss_mask"] = ("U8", 1, [tokens])
     layout, start = {}, 0
     for name, (code, width, shape) in shapes.items():
@@ -170,20 +191,23 @@ def _layout(spec: ShardSpec) -> dict[str, tuple[str, list[int], int, int]]:
     return layout
 
 
-def _checksum_room(spec: ShardSpec) -> int:
-    return 24 * (len(spec.sample_ids) + 1)  # 16 hex digits, quotes (escaped once more) and a comma
+def _checksum_room(content: ShardContent) -> int:
+    """Bytes that the header grows by once its checksums are known: 16 hex digits, escaped quotes, a comma, a space."""
+    return 24 * len(content.sample_ids)
 
 
-def _header(spec: ShardSpec, tensors: dict, digests: list[str]) -> bytes:
-    own = {"sample_ids": spec.sample_ids, "checksums": digests, "checksum_tokens": _tokens_checksum(spec)}
-    metadata = {k: json.dumps(v) for k, v in ({"format": FORMAT} | spec.shared | own).items()}
-    entries = {n: {"dtype": c, "shape": s, "data_offsets": [a, b]} for n, (c, s, a, b) in tensors.items()}
+def _header(content: ShardContent, form: ShardFormat, digests: list[str]) -> bytes:
+    tokens = _tokens_checksum(content.offsets, content.input_ids, content.loss_mask)
+    own = {"sample_ids": content.sample_ids, "checksums": digests, "checksum_tokens": tokens}
+    metadata = {k: json.dumps(v) for k, v in ({"format": FORMAT} | form.shared | own).items()}
+    layout = _layout(content, form)
+    entries = {n: {"dtype": c, "shape": s, "data_offsets": [a, b]} for n, (c, s, a, b) in layout.items()}
     return json.dumps({"__metadata__": metadata} | entries).encode()
 
 
-def _tokens_checksum(spec: "ShardSpec | Shard") -> str:
+def _tokens_checksum(*arrays: np.ndarray) -> str:
     digest = xxhash.xxh3_64()
-    for array in (spec.offsets, spec.input_ids, spec.loss_mask):
+    for array in arrays:
         digest.update(np.ascontiguousarray(array))
     return digest.hexdigest()
 
@@ -252,7 +276,7 @@ class Shard:
     def faults(self) -> list[str]:
         """What is wrong with the stored bytes, one line a fault; empty when every checksum holds."""
         found = []
-        if _tokens_checksum(self) != self.metadata["checksum_tokens"]:
+        if _tokens_checksum(self.offsets, self.input_ids, self.loss_mask) != self.metadata["checksum_tokens"]:
             found.append(f"{self.path}: ids, mask or offsets do not match their checksum")
         for index, expected in enumerate(self.metadata["checksums"]):
             digest = xxhash.xxh3_64()

@@ -1,0 +1,64 @@
+"""Stage 2: run the target over the prepared data and write its hidden states as shards.
+
+    nohup python 02_extract_hidden_states.py --model-path /models/kimi-k2.5-int4 \\
+        --prepared-data data/prepared/tokenized_data.jsonl --output-dir data/hidden_states \\
+        --batch-size 4 --max-seq-len 2048 --tp-size 8 --gpu-memory-utilization 0.80 \\
+        --layer-ids 2 30 58 60 > extract.log 2>&1 &  echo "PID: $!"
+
+Everything that can be known is checked before the target loads. A run that was stopped goes on where it was when the
+same command is given again; `kill PID` (SIGTERM) finishes the shards at hand first.
+Exit codes: 0 done, 1 failed while working, 2 refused before working.
+"""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eagle3 import cli
+
+if TYPE_CHECKING:
+    from eagle3.extract import Extraction
+
+
+def parser() -> cli.Parser:
+    p = cli.Parser("extract", __doc__)
+    cli.add_model(p)
+    p.add_argument("--prepared-data", type=Path, required=True, metavar="FILE.jsonl", help="written by stage 1")
+    p.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="where the shards go")
+    p.add_argument("--batch-size", type=cli.positive_int, default=4, metavar="N", help="full-length samples a step")
+    p.add_argument("--max-seq-len", type=cli.positive_int, default=2048, metavar="TOKENS", help="longest sample")
+    p.add_argument("--tp-size", type=cli.positive_int, default=1, metavar="N", help="GPUs of the engine")
+    p.add_argument("--gpu-memory-utilization", type=cli.fraction, default=0.9, metavar="SHARE", help="of each GPU")
+    p.add_argument(
+        "--layer-ids", type=int, nargs="+", metavar="K",
+        help="outputs of these 0-based decoder layers: three for the draft, then the last (default: EAGLE's choice)",
+    )  # fmt: skip
+    p.add_argument("--storage-dtype", choices=["auto", "fp8"], default="auto", help="auto: as the engine computes")
+    p.add_argument("--overwrite", action="store_true", help="delete what an earlier run wrote to --output-dir")
+    p.add_argument("--check-only", action="store_true", help="stop after the checks, before the target loads")
+    return p
+
+
+def check(args: argparse.Namespace) -> "tuple[Extraction, argparse.Namespace]":
+    from eagle3.extract import Options, check_folder, plan_extraction
+
+    names = ("model_path", "prepared_data", "output_dir", "batch_size", "max_seq_len", "tp_size",
+             "gpu_memory_utilization", "layer_ids", "storage_dtype")  # fmt: skip
+    extraction = plan_extraction(Options(**{name: getattr(args, name) for name in names}))
+    check_folder(extraction, overwrite=args.overwrite)
+    print(f"checked: {len(extraction.rows):,} samples, {extraction.metadata['num_tokens']:,} tokens, "
+          f"{len(extraction.plan)} shards, layers {extraction.layer_ids}")  # fmt: skip
+    return extraction, args
+
+
+def work(plan: "tuple[Extraction, argparse.Namespace]") -> None:
+    from eagle3.extract import extract, locked
+
+    extraction, args = plan
+    if not args.check_only:
+        with locked(extraction.folder):
+            extract(extraction)
+
+
+if __name__ == "__main__":
+    cli.run(parser(), check, work)

@@ -1,0 +1,164 @@
+"""The vLLM worker that captures decoder-layer outputs while the target prefills. Named to vLLM by `worker_cls`.
+
+Every tensor-parallel rank runs it, since all take part in the self-check's logits; rank 0 alone has the rows copied to
+its host and written to shards, by threads of its own process, so no tensor crosses an RPC. The driver
+(eagle3/extract.py) says through `additional_config` what to capture, through `open_shards` what each shard will
+hold, and through a request's `extra_args` which sample it is.
+"""
+
+import os
+import select
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.platforms import current_platform
+
+from eagle3 import capture, selfcheck
+from eagle3.layers import vllm_aux_ids
+from eagle3.shards import ShardContent, ShardWriter
+from eagle3.transfer import Piece, Transfer
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+class HiddenStatesWorker(PlatformWorker):
+    """The platform's own worker, plus capture, self-check and shard writing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.plan = capture.CapturePlan(**self.vllm_config.additional_config[capture.CONFIG_KEY])
+        self.tracker = capture.RequestTracker()
+        self.tally = selfcheck.Tally()
+        self.writers: dict[int, ShardWriter] = {}
+        self.finished: list[int] = []
+        self.captured_tokens = 0
+        self.transfer: Transfer | None = None
+        self.pending_check: capture.PendingCheck | None = None
+        self.witness: selfcheck.LayerWitness | None = None
+        threading.Thread(target=_die_with, args=(self.plan.driver_pid,), daemon=True).start()
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        self.route = capture.open_route(self.model_runner, self.aux_ids(self.plan.layer_ids))
+        if self.vllm_config.model_config.enforce_eager:
+            self.witness = selfcheck.LayerWitness(self.route.decoder.layers, self.plan.layer_ids)
+        if self.rank == 0:
+            self.form = self.plan.shard_format(self.vllm_config.model_config.get_hidden_size())
+            max_rows = self.vllm_config.scheduler_config.max_num_batched_tokens
+            self.transfer = Transfer(self.device, self.form, max_rows)
+
+    @staticmethod
+    def aux_ids(layer_ids: list[int]) -> list[int]:
+        """The auxiliary ids asked of vLLM; a test overrides this to capture a wrong layer on purpose."""
+        return vllm_aux_ids(layer_ids)
+
+    @torch.inference_mode()
+    def execute_model(self, scheduler_output: "SchedulerOutput") -> Any:
+        spans_start = self.tracker.schedule(scheduler_output)
+        output = super().execute_model(scheduler_output)
+        state = self.model_runner.execute_model_state
+        if state is not None and spans_start:
+            batch = getattr(state, "input_batch", None) or self.model_runner.input_batch
+            self._capture(self.tracker.spans(batch.req_ids, scheduler_output.num_scheduled_tokens, spans_start), state)
+        return output
+
+    def _capture(self, spans: list[capture.Span], state: Any) -> None:
+        """Take this step's rows: check the layers at the start, hand rank 0's rows on, note what the check needs."""
+        rows = spans[-1].stop
+        layers = [aux[:rows] for aux in self.route.layers(state)]
+        if len(layers) != len(self.plan.layer_ids):
+            raise RuntimeError(
+                f"the target returned {len(layers)} layers, expected {len(self.plan.layer_ids)} ({self.plan.layer_ids})"
+            )
+        if self.witness is not None:
+            self.tally.faults += self.witness.faults(layers)
+            self.witness.remove()
+            self.witness = None
+        if self.transfer is not None and not self.tally.faults:
+            self.transfer.submit(layers, [self._piece(s) for s in spans], self._piece_written)
+            self.captured_tokens += rows
+        ended = [s for s in spans if s.ends]
+        if ended:
+            last_rows = torch.tensor([s.stop - 1 for s in ended], device=layers[-1].device)
+            recomputed = self.route.decoder.norm(layers[-1][last_rows])
+            self.pending_check = capture.PendingCheck(
+                [s.request.request_id for s in ended],
+                [s.request.sample_id for s in ended],
+                recomputed,
+                state.hidden_states[last_rows],
+                self.model_runner.model.compute_logits(recomputed),
+            )
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        output = super().sample_tokens(grammar_output)
+        check, self.pending_check = self.pending_check, None
+        if check is not None and self.rank == 0:
+            sampled = dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
+            tokens = [int(sampled[r][0]) for r in check.request_ids]
+            selfcheck.compare(self.tally, check.names, check.recomputed, check.final_rows, check.logits, tokens)
+        return output
+
+    def _piece(self, span: capture.Span) -> Piece:
+        request = span.request
+        return Piece(self.writers[request.shard], request.sample, span.row, span.start, span.stop)
+
+    def _piece_written(self, writer: ShardWriter) -> None:
+        if writer.claim_finish():
+            writer.finish()
+            self.finished.append(writer.content.index)
+
+    # Called by the driver through collective_rpc.
+
+    def open_shards(self, contents: list[dict[str, Any]]) -> None:
+        """Create the temporary files of the shards that the next requests belong to."""
+        if self.rank == 0:
+            for content in map(ShardContent.receive, contents):
+                self.writers[content.index] = ShardWriter(Path(self.plan.output_dir), content, self.form)
+
+    def capture_status(self) -> dict[str, Any] | None:
+        """What rank 0 has done since the last call: finished shards, tokens, the self-check, what went wrong."""
+        if self.transfer is None:
+            return None
+        finished, self.finished = self.finished, []
+        for index in finished:
+            del self.writers[index]
+            self.transfer.forget(index)
+        faults = self.tally.faults + [_describe(e) for e in self.transfer.errors]
+        return {
+            "finished": finished,
+            "tokens": self.captured_tokens,
+            "check": self.tally.line(),
+            "samples": self.tally.samples,
+            "faults": faults,
+        }
+
+    def close_capture(self) -> None:
+        """Wait for the writers, then remove the temporary files of unfinished shards."""
+        if self.transfer is not None:
+            self.transfer.drain()
+            for writer in self.writers.values():
+                writer.abandon()
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _die_with(driver_pid: int) -> None:
+    """End this process when the driver has ended, however it ended, so that no orphan keeps holding a GPU."""
+    try:
+        descriptor = os.pidfd_open(driver_pid)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return
+    select.select([descriptor], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)

