@@ -1,0 +1,449 @@
+"""Conversations to token ids and loss mask, by the target's own tokenizer and chat template.
+
+A token is supervised when the target generates it after a prompt as the server renders it. So an answer is always
+`prompt + completion`: the prompt is the template's rendering of the turns before it with the generation prompt, and
+the completion is what the target has to say from there on, its end-of-turn token included. Role headers and think tags
+that the generation prompt supplies are prompt; what a template writes after an end of turn is the next turn's prompt.
+
+Templates that rewrite history (reasoning is taken out of earlier turns) give one sample an answer, each in the form in
+which the server would generate it. Where the next prompt continues the sample as it stands, the same sample goes on.
+"""
+
+import re
+import unicodedata
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from eagle3 import files
+from eagle3.conversations import THINK_CLOSE, THINK_OPEN, Conversation, Drop, Message
+from eagle3.target import Target
+
+TURNS = ("each", "last")
+HARD_TEXT = "Grüße <think>你好</think> 🤷🏽‍♀️ 司马 é\n\n\n  x\t'll 1234567 \n"
+GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+OPENING = re.compile(rf"(?:{THINK_OPEN}\s*)?(?:{THINK_CLOSE}\s*)?$")
+THOUGHT = re.compile(rf"\s*(?:{THINK_OPEN})?(.*?){THINK_CLOSE}", re.DOTALL)
+
+
+@dataclass
+class Sample:
+    """Token ids and loss mask of one training sample; `answers` counts its supervised turns, `text` is what it says."""
+
+    text: str
+    input_ids: list[int]
+    loss_mask: list[int]
+    answers: int = 0
+
+
+@dataclass
+class Samples:
+    """A conversation's samples, and what of it was left out: answers by reason, and reasoning that no sample has."""
+
+    samples: list[Sample] = field(default_factory=list)
+    left_out: dict[str, int] = field(default_factory=dict)
+    reasoning_left_out: int = 0
+
+    def leave_out(self, reason: str, answers: int = 1) -> None:
+        if answers:
+            self.left_out[reason] = self.left_out.get(reason, 0) + answers
+
+
+class Chat:
+    """A target's tokenizer and chat template, with the template's own settings in `template_kwargs`."""
+
+    def __init__(self, target: Target, tokenizer: Any, template_kwargs: dict[str, Any]) -> None:
+        self.target, self.tokenizer, self.template_kwargs = target, tokenizer, template_kwargs
+        self.encode = _encoder(tokenizer)
+        self._headers: dict[str, list[int]] = {}
+
+    @cached_property
+    def template(self) -> str:
+        """The template's source, of all named templates where there are several."""
+        source = self.tokenizer.chat_template
+        return "\n".join(source.values()) if isinstance(source, dict) else source
+
+    @cached_property
+    def control_tokens(self) -> dict[str, int]:
+        """Text and id of the tokens that give a conversation its structure, which no message's text may hold."""
+        added = {str(token): i for i, token in self.tokenizer.added_tokens_decoder.items()}
+        special = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
+        reserved = getattr(self.tokenizer, "special_tokens", None)  # of tiktoken's remote code: all of them
+        added |= reserved if isinstance(reserved, dict) else {}
+        special |= set(added) - {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
+        return {t: i for t, i in added.items() if t.strip() == t != "" and (t in special or t in self.template)}
+
+    @cached_property
+    def special_ids(self) -> list[int]:
+        """Ids that belong into every draft vocabulary: control and special tokens and the stop tokens."""
+        return sorted({*self.control_tokens.values(), *self.tokenizer.all_special_ids, *self.stop_ids})
+
+    @cached_property
+    def stop_ids(self) -> list[int]:
+        """Ids at which the server stops: eos of generation_config.json, of config.json and of the tokenizer."""
+        path = self.target.path / "generation_config.json"
+        generation = files.read_json(path) if path.is_file() else {}
+        found = (generation.get("eos_token_id"), self.target.text.get("eos_token_id"), self.tokenizer.eos_token_id)
+        return sorted({i for eos in found if eos is not None for i in (eos if isinstance(eos, list) else [eos])})
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether the template writes a list of text parts as it writes their text (the server then passes lists)."""
+        try:
+            listed = self._apply([{"role": "user", "content": [{"type": "text", "text": "x"}]}], None, True)
+        except Exception:
+            return False
+        return listed == self._apply([{"role": "user", "content": "x"}], None, True)
+
+    @cached_property
+    def _spoken(self) -> re.Pattern[str]:
+        """Control tokens that the target may not have inside an answer's text: those that end or start turns."""
+        visible = {str(t) for t in self.tokenizer.added_tokens_decoder.values() if not t.special}
+        return _any_of(t for t in self.control_tokens if t not in visible)
+
+    @cached_property
+    def _control(self) -> re.Pattern[str]:
+        return _any_of(self.control_tokens)
+
+    def prompt_text(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
+        """The rendered messages with the generation prompt. Drop when the template rejects them."""
+        return self._render(messages, tools, add_generation_prompt=True)
+
+    def prompt_ids(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
+        """The ids that the server's engine gets for these messages. Drop when the template rejects them."""
+        return self.encode(self.prompt_text(messages, tools))
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids, special tokens included."""
+        return _decode(self.tokenizer, ids)
+
+    def _render(self, messages: list[Message], tools: list[dict[str, Any]] | None, add_generation_prompt: bool) -> str:
+        try:
+            return self._apply(self._as_served(messages), _tools_as_served(tools), add_generation_prompt)
+        except Exception as error:  # a template raises what it likes, and calls into any Python
+            raise Drop("template_rejects", f"{type(error).__name__}: {error}") from None
+
+    def _apply(self, messages: list[Message], tools: Any, add_generation_prompt: bool) -> str:
+        return self.tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False, **self.template_kwargs
+        )
+
+    def _as_served(self, messages: list[Message]) -> list[Message]:
+        """The messages as vLLM hands them to the template (its renderers/chat_utils.py and renderers/hf.py)."""
+        served = [self._message_as_served(m) for m in messages]
+        if any(m["role"] == "developer" for m in served) and not re.search(r"""["']developer["']""", self.template):
+            served = _developer_as_system(served)
+        return served
+
+    def _message_as_served(self, message: Message) -> Message:
+        served = {k: v for k, v in message.items() if k != "reasoning"}
+        if isinstance(message["content"], list) and not (self.takes_parts and message["role"] != "tool"):
+            served["content"] = joined(message["content"])
+        if "reasoning" in message:
+            served["reasoning"] = served["reasoning_content"] = message["reasoning"]
+        return served
+
+    def samples(self, conversation: Conversation, max_tokens: int, turns: str = "each") -> Samples:
+        """The training samples of a conversation, not yet cut at `max_tokens`.
+
+        Prompts of `max_tokens` or more are not tried, since nothing supervised would remain. Raises Drop for a
+        conversation from which nothing can be learnt.
+        """
+        self._check(conversation)
+        messages, tools = conversation.messages, conversation.tools
+        answers = [j for j, m in enumerate(messages) if m["role"] == "assistant"]
+        result = Samples()
+        for n, j in enumerate(answers[-1:] if turns == "last" else answers):
+            if _is_empty(messages[j]):
+                result.leave_out("empty_answer")
+                continue
+            prompt = self.prompt_text(messages[:j], tools)
+            cut = conversation.cut and j == answers[-1]
+            completion, lost = self.completion(prompt, messages, j, tools, cut)
+            result.reasoning_left_out += lost
+            if not self._append(result.samples, prompt, completion, max_tokens):
+                result.leave_out("prompt_too_long", len(answers) - n if turns == "each" else 1)
+                break
+        if not result.samples:
+            reason = "prompt_too_long" if "prompt_too_long" in result.left_out else "empty_answer"
+            detail = {"prompt_too_long": f"its prompt has {max_tokens} tokens or more, so no answer is within reach"}
+            raise Drop(reason, detail.get(reason, "no assistant turn says anything"))
+        return result
+
+    def _check(self, conversation: Conversation) -> None:
+        """Drop a conversation whose roles or texts can train nothing."""
+        roles = [m["role"] for m in conversation.messages]
+        for reason, role in (("no_user_turn", "user"), ("no_assistant_turn", "assistant")):
+            if role not in roles:
+                raise Drop(reason, f"its roles are {', '.join(roles)}")
+        if next(r for r in roles if r not in ("system", "developer")) == "assistant":
+            raise Drop("assistant_first", "an answer before any question")
+        for message in conversation.messages:
+            pattern = self._spoken if message["role"] == "assistant" else self._control
+            if found := _search(pattern, [v for k, v in message.items() if k != "role"]):
+                raise Drop("control_token", f"{found!r} inside the text of a {message['role']} turn")
+        if found := _search(self._control, conversation.tools):
+            raise Drop("control_token", f"{found!r} inside a tool's declaration")
+
+    def completion(
+        self, prompt: str, messages: list[Message], j: int, tools: list[dict[str, Any]] | None, cut: bool = False
+    ) -> tuple[str, bool]:
+        """What the target generates after `prompt` for answer `j`, and whether its reasoning had to be left out.
+
+        Where the template's own rendering continues the prompt and keeps the reasoning, it is that. Otherwise the
+        template rewrites the turn as history, and the reasoning goes back to where the generation prompt opened it.
+        """
+        message, opening = messages[j], OPENING.search(prompt).group()
+        reasoning = message.get("reasoning", "")
+        instant = opening.rstrip().endswith(THINK_CLOSE)  # the prompt itself says that there is no reasoning
+        if reasoning and (instant or THINK_CLOSE not in self.template):
+            message, reasoning = _without_reasoning(message), ""
+        tail = self._turn(prompt.removesuffix(opening), messages[:j], message, tools)
+        thought = THOUGHT.match(tail) if THINK_CLOSE in self.template else None
+        kept = thought.group(1).strip() == reasoning.strip() if thought else not reasoning
+        if kept and tail.startswith(opening):
+            text = tail[len(opening) :]
+        else:
+            text = _reasoned(opening, reasoning) + (tail[thought.end() :].lstrip("\n") if thought else tail)
+        lost = bool(messages[j].get("reasoning")) and not reasoning
+        return (_without_end(text, message) if cut else self._to_end_of_turn(text)), lost
+
+    def _turn(self, head: str, before: list[Message], message: Message, tools: list[dict[str, Any]] | None) -> str:
+        """The template's own rendering of the turn `message` after the text `head`, the rendering of `before`.
+
+        Where this turn makes the template take the reasoning out of the turns before it, it is rendered after turns
+        that have none, since only its own text is wanted.
+        """
+        full = self._render([*before, message], tools, add_generation_prompt=False)
+        if full.startswith(head):
+            return full[len(head) :]
+        before = [_without_reasoning(m) for m in before]
+        prompt = self.prompt_text(before, tools)
+        head = prompt.removesuffix(OPENING.search(prompt).group())
+        full = self._render([*before, message], tools, add_generation_prompt=False)
+        if not full.startswith(head):
+            raise Drop("template_rewrites_prompt", f"{full[-40:]!r} stands after another text than its prompt")
+        return full[len(head) :]
+
+    def _to_end_of_turn(self, text: str) -> str:
+        """`text` up to its last control token, when only whitespace follows."""
+        ends = [m.end() for m in self._spoken.finditer(text)]
+        return text[: ends[-1]] if ends and not text[ends[-1] :].strip() else text
+
+    def _append(self, samples: list[Sample], prompt: str, completion: str, max_tokens: int) -> bool:
+        """Continue the last sample with this answer where the prompt allows it, else begin one; False if too long."""
+        last = samples[-1] if samples else None
+        more = None
+        if last and prompt.startswith(last.text):
+            more = self._continuation(last.text, prompt[len(last.text) :], exact=True)
+        sample = last if more is not None else Sample("", [], [])
+        ids = self.encode(prompt) if more is None else more
+        if len(sample.input_ids) + len(ids) >= max_tokens:
+            return False
+        answer = self._continuation(prompt, completion)
+        if answer is None:
+            raise Drop("unsafe_boundary", f"the tokenizer cannot continue {prompt[-20:]!r} with {completion[:20]!r}")
+        sample.text = prompt + completion
+        sample.input_ids += ids + answer
+        sample.loss_mask += [0] * len(ids) + [1] * len(answer)
+        sample.answers += 1
+        if more is None:
+            samples.append(sample)
+        return True
+
+    def _continuation(self, text: str, more: str, exact: bool = False) -> list[int] | None:
+        """Ids of `more` after `text`, whose ids stand. None if there are none.
+
+        Only the end of `text` from its last control token on takes part, since no token reaches across one. Where a
+        token of the whole would reach across the border, the ids of `text` stay as the server made them, and those
+        of `more` are its own (`exact`: None).
+        """
+        starts = [m.start() for m in self._control.finditer(text, max(0, len(text) - 64))]
+        header = text[starts[-1] :] if starts else text
+        before = self._headers.get(header)
+        if before is None:
+            before = self.encode(header)
+            if len(self._headers) < 1024:
+                self._headers[header] = before
+        whole = self.encode(header + more)
+        if whole[: len(before)] == before:
+            return whole[len(before) :]
+        if exact:
+            return None
+        alone = self.encode(more)
+        return alone if _same_text(self.decode(before + alone), header + more) else None
+
+
+def joined(parts: list[dict[str, str]]) -> str:
+    """Text parts as one string, as vLLM joins them."""
+    return "\n".join(part["text"] for part in parts)
+
+
+def _without_reasoning(message: Message) -> Message:
+    return {k: v for k, v in message.items() if k != "reasoning"}
+
+
+def _is_empty(message: Message) -> bool:
+    content = message["content"]
+    text = joined(content) if isinstance(content, list) else content
+    return not text.strip() and not message.get("tool_calls")
+
+
+def _reasoned(opening: str, reasoning: str) -> str:
+    """Reasoning as the target writes it after `opening`, closed: line breaks as the generation prompt has them."""
+    if opening.rstrip().endswith(THINK_CLOSE) or (not opening and not reasoning):
+        return ""
+    if opening == THINK_OPEN:
+        return f"{reasoning}{THINK_CLOSE}"
+    written = "" if opening else f"{THINK_OPEN}\n"
+    return f"{written}{reasoning.strip(chr(10))}\n{THINK_CLOSE}\n\n"
+
+
+def _without_end(text: str, message: Message) -> str:
+    """The completion up to the end of the message's own text, since a cut answer never came to its end."""
+    content = message["content"]
+    last = (content[-1]["text"] if isinstance(content, list) else content).rstrip()
+    return text[: text.rindex(last) + len(last)] if last in text else text
+
+
+def _developer_as_system(messages: list[Message]) -> list[Message]:
+    """What vLLM does for a template that knows no developer: one system message in front."""
+    messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
+    system = [m["content"] for m in messages if m["role"] == "system"]
+    if len(system) == 1 and messages[0]["role"] == "system":
+        return messages
+    texts = (joined(c) if isinstance(c, list) else c for c in system)
+    merged = {"role": "system", "content": "\n\n".join(t for t in texts if t)}
+    return [merged, *(m for m in messages if m["role"] != "system")]
+
+
+def _tools_as_served(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Tool declarations with the keys, in the order, in which vLLM's server passes them on."""
+    return tools and [{"type": "function", "function": _function_as_served(t["function"])} for t in tools]
+
+
+def _function_as_served(function: dict[str, Any]) -> dict[str, Any]:
+    served = {key: function.get(key) for key in ("name", "description", "parameters")}
+    return served | ({"strict": function["strict"]} if function.get("strict") is not None else {})
+
+
+def _any_of(texts: Any) -> re.Pattern[str]:
+    """A pattern of any of the texts, the longest first; their first characters stand in front, which is faster."""
+    texts = sorted(texts, key=len, reverse=True)
+    if not texts:
+        return re.compile(r"(?!)")
+    first = "".join(sorted({re.escape(t[0]) for t in texts}))
+    return re.compile(f"(?=[{first}])(?:{'|'.join(map(re.escape, texts))})")
+
+
+def _search(pattern: re.Pattern[str], value: Any) -> str | None:
+    """The first match in any string, key or value, of a JSON value."""
+    return next((m.group() for text in _strings(value) if (m := pattern.search(text))), None)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield key
+            yield from _strings(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _strings(inner)
+
+
+def load(target: Target, trust_remote_code: bool = False, template_kwargs: dict[str, Any] | None = None) -> Chat:
+    """The target's tokenizer and template, checked. ValueError saying what is wrong with them."""
+    tokenizer = load_tokenizer(target, trust_remote_code)
+    if not tokenizer.chat_template:
+        raise ValueError(f"{target.path}: has no chat template (chat_template.jinja, or in tokenizer_config.json)")
+    chat = Chat(target, tokenizer, template_kwargs or {})
+    _check_tokenizer(target, chat)
+    for key in chat.template_kwargs:
+        if not re.search(rf"\b{re.escape(key)}\b", chat.template):
+            raise ValueError(f"--chat-template-kwargs: the target's chat template knows no {key!r}")
+    return chat
+
+
+def load_tokenizer(target: Target, trust_remote_code: bool) -> Any:
+    """The tokenizer of the class that tokenizer_config.json declares. ValueError if another one would be loaded.
+
+    Transformers 5 converts a remote slow tokenizer into a fast one of its own when it may not run the remote code,
+    and then says nothing of it; its ids can differ.
+    """
+    from transformers import AutoTokenizer
+
+    config = target.tokenizer_config
+    remote = (config.get("auto_map") or {}).get("AutoTokenizer")
+    remote = [remote] if isinstance(remote, str) else [name for name in remote or [] if name]
+    if remote and not trust_remote_code:
+        raise ValueError(
+            f"{target.path}: its tokenizer is Python code of its own ({remote[0]}); add --trust-remote-code"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            target.path, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except Exception as error:
+        raise ValueError(f"{target.path}: its tokenizer cannot be loaded: {type(error).__name__}: {error}") from error
+    expected = {name.rsplit(".", 1)[-1] for name in remote} or _builtin_names(target)
+    if expected and (found := type(tokenizer).__name__) not in expected:
+        raise ValueError(
+            f"{target.path}: expected the tokenizer class {' or '.join(sorted(expected))}, found {found}: Transformers "
+            "replaced it, and its token ids may differ from those that the target was trained on"
+        )
+    return tokenizer
+
+
+def _builtin_names(target: Target) -> set[str]:
+    """The class names under which Transformers may load a declared class of its own; empty if none is declared."""
+    declared = target.tokenizer_config.get("tokenizer_class")
+    if not declared:
+        return set()
+    stem = declared.removesuffix("Fast")
+    serialised = (target.path / "tokenizer.json").is_file()  # that file is the tokenizer, whatever its class is called
+    return {stem, f"{stem}Fast", *(GENERIC_CLASSES if serialised else ())}
+
+
+def _check_tokenizer(target: Target, chat: Chat) -> None:
+    """ValueError when a hard text does not come back, a control token is not one id, or an id has no embedding."""
+    ids = chat.encode(HARD_TEXT)
+    name = type(chat.tokenizer).__name__
+    if not _same_text(chat.decode(ids), HARD_TEXT):
+        raise ValueError(f"{target.path}: {name} does not give back {HARD_TEXT!r} but {chat.decode(ids)!r}")
+    for token, expected in chat.control_tokens.items():
+        if (found := chat.encode(token)) != [expected]:
+            raise ValueError(f"{target.path}: {name} encodes {token} as {found}, expected [{expected}]")
+    highest = max((*ids, *chat.special_ids))
+    if highest >= target.vocab_size:
+        raise ValueError(
+            f"{target.path}: token id {highest} of {name}, but config.json has vocab_size {target.vocab_size}"
+        )
+
+
+def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
+    """The quickest function that gives the ids of `tokenizer(text, add_special_tokens=False)`, as a probe shows."""
+
+    def whole(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def bare(text: str) -> list[int]:
+        return tokenizer.encode(text)
+
+    def backend(text: str) -> list[int]:
+        return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+
+    quick = backend if tokenizer.is_fast else bare
+    probe = HARD_TEXT + "".join(map(str, tokenizer.added_tokens_decoder.values()))
+    return quick if quick(probe) == whole(probe) else whole
+
+
+def _decode(tokenizer: Any, ids: list[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _same_text(one: str, other: str) -> bool:
+    """Equal but for Unicode composition, which the normalisers of some tokenizers change."""
+    return unicodedata.normalize("NFC", one) == unicodedata.normalize("NFC", other)
