@@ -106,6 +106,24 @@ class Chat:
     def _control(self) -> re.Pattern[str]:
         return _any_of(self.control_tokens)
 
+    @cached_property
+    def probe(self) -> Sample:
+        """The sample of a one-question conversation; it shows how the template writes a turn."""
+        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+        try:
+            return self.samples(Conversation("probe", messages), 1 << 20).samples[0]
+        except Drop as drop:
+            raise ValueError(
+                f"{self.target.path}: its chat template cannot write a plain conversation: {drop}"
+            ) from None
+
+    def describe(self) -> str:
+        """In words: what the generation prompt ends with, and what ends a turn."""
+        prompt = self.prompt_text([{"role": "user", "content": "Hi"}])
+        end = self.probe.input_ids[-1]
+        line = f"answers follow {prompt[-24:]!r}, turns end with {self.decode([end])!r} ({end})"
+        return line if end in self.stop_ids else f"{line}, WARNING: no stop token of the target ({self.stop_ids})"
+
     def prompt_text(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
         """The rendered messages with the generation prompt. Drop when the template rejects them."""
         return self._render(messages, tools, add_generation_prompt=True)
@@ -361,6 +379,7 @@ def load(target: Target, trust_remote_code: bool = False, template_kwargs: dict[
         raise ValueError(f"{target.path}: has no chat template (chat_template.jinja, or in tokenizer_config.json)")
     chat = Chat(target, tokenizer, template_kwargs or {})
     _check_tokenizer(target, chat)
+    assert any(chat.probe.loss_mask), "nothing is supervised"
     for key in chat.template_kwargs:
         if not re.search(rf"\b{re.escape(key)}\b", chat.template):
             raise ValueError(f"--chat-template-kwargs: the target's chat template knows no {key!r}")

@@ -6,6 +6,7 @@ working, 130 interrupted. Nothing here imports torch, so `--help` is quick.
 """
 
 import argparse
+import json
 import sys
 import traceback
 from collections.abc import Callable
@@ -88,6 +89,8 @@ def _as_arguments(name: str, value: Any, action: argparse.Action) -> list[str]:
         return []
     if isinstance(value, list):
         return [f"--{name}", *map(str, value)]
+    if isinstance(value, dict):
+        return [f"--{name}={json.dumps(value)}"]
     return [f"--{name}={value}"]
 
 

@@ -3,16 +3,21 @@
 A file is JSON lines, a JSON array or Parquet (the first two also as .gz or .zst), or a folder that `datasets` saved. A
 row is OpenAI `messages`, ShareGPT `conversations`, Alpaca columns, a prompt alone, or token ids; each row is recognised
 by itself, so one file may mix them. In the one form a message has `role`, `content` (a string; a list of text parts
-only when there are several), and where given `reasoning`, `tool_calls` (arguments as an object), `tool_call_id`, `name`.
+only when there are several), and where given `reasoning`, `tool_calls` (their arguments an object), `tool_call_id` and
+`name`.
 """
 
 import glob
+import gzip
 import io
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
+
+import zstandard
 
 from eagle3 import files
 
@@ -171,19 +176,15 @@ def read_raw(path: Path) -> Iterator[Raw]:
         for number, (content, read) in enumerate(reader(path), 1):
             if not isinstance(content, bytes) or content.strip():
                 yield Raw(path.name, number, content, read)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error, zstandard.ZstdError) as error:
         raise ValueError(f"{path}: cannot be read to its end: {error!r}") from error
 
 
 def _open(path: Path, file: IO[bytes]) -> IO[bytes]:
     """The open file, through its decompressor where the name says so."""
     if path.suffix.lower() == ".gz":
-        import gzip
-
         return gzip.open(file, "rb")
     if path.suffix.lower() == ".zst":
-        import zstandard
-
         return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True))
     return file
 

@@ -5,7 +5,7 @@ the target itself would generate. metadata.json holds the format, the target's f
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -27,11 +27,16 @@ class Row:
     loss_mask: np.ndarray
 
 
+def row_line(row_id: str, input_ids: Sequence[int], loss_mask: Sequence[int]) -> str:
+    """One line of a tokenized_data.jsonl, its newline included."""
+    assert len(input_ids) == len(loss_mask), row_id
+    content = {"id": row_id, "input_ids": input_ids, "loss_mask": loss_mask}
+    return json.dumps(content, separators=(",", ":"), ensure_ascii=False) + "\n"
+
+
 def write_row(file: IO[str], row: Row) -> None:
     """Append one row to an open tokenized_data.jsonl."""
-    assert len(row.input_ids) == len(row.loss_mask), row.id
-    content = {"id": row.id, "input_ids": row.input_ids.tolist(), "loss_mask": row.loss_mask.tolist()}
-    file.write(json.dumps(content, separators=(",", ":")) + "\n")
+    file.write(row_line(row.id, row.input_ids.tolist(), row.loss_mask.tolist()))
 
 
 def parse_row(line: str | bytes, where: str) -> Row:

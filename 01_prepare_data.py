@@ -1,0 +1,139 @@
+"""Turn conversations into token ids and a loss mask, by the target's own tokenizer and chat template.
+
+    python 01_prepare_data.py --model-path MODEL --input chats.jsonl --output-dir data/prepared
+
+Writes tokenized_data.jsonl, draft_vocab.json, token_counts.json, report.html and, last, metadata.json. The same command
+again does nothing; other settings in the same folder are refused unless --overwrite is given.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle3 import cli
+
+if TYPE_CHECKING:
+    from eagle3.prepare import Plan
+
+
+def make_parser() -> cli.Parser:
+    parser = cli.Parser("prepare", __doc__)
+    cli.add_model(parser)
+    add = parser.add_argument
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="JSON lines, JSON array or Parquet (.gz and .zst too), globs, or a dataset folder",
+    )
+    add("--output-dir", type=Path, required=True, metavar="DIR", help="where the prepared data goes")
+    add("--max-seq-len", type=cli.positive_int, default=2048, metavar="N", help="tokens a sample (default: 2048)")
+    add(
+        "--draft-vocab-size",
+        type=cli.positive_int,
+        default=32000,
+        metavar="N",
+        help="tokens the draft can propose; the target's size or more: all (default: 32000)",
+    )
+    add("--turns", choices=("each", "last"), default="each", help="answers to train on (default: each)")
+    add(
+        "--format",
+        choices=("auto", "messages", "sharegpt", "alpaca", "prompt", "tokenized"),
+        default="auto",
+        help="how rows are written (default: found out for each row)",
+    )
+    add(
+        "--role",
+        type=role_alias,
+        nargs="+",
+        default=[],
+        metavar="NAME=ROLE",
+        help="read the unknown role NAME as system, user, assistant or tool",
+    )
+    add(
+        "--chat-template-kwargs",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help="settings of the chat template, such as '{\"thinking\": false}'; the same in every stage",
+    )
+    add(
+        "--min-kept",
+        type=float,
+        default=0.0,
+        metavar="PERCENT",
+        help="fail when less of the rows can be used (default: 0, one row is enough)",
+    )
+    add("--show", type=int, default=0, metavar="N", help="print the first N samples, supervised text marked")
+    add("--workers", type=cli.positive_int, metavar="N", help="processes (default: as many as cores, fewer if little)")
+    add("--overwrite", action="store_true", help="replace what the output folder holds")
+    return parser
+
+
+def role_alias(text: str) -> tuple[str, str]:
+    name, _, role = text.partition("=")
+    if not name or role not in ("system", "user", "assistant", "tool"):
+        raise argparse.ArgumentTypeError(f"expected NAME=system, user, assistant or tool, found {text!r}")
+    return name, role
+
+
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}: {text!r}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object, found {text!r}")
+    return value
+
+
+def check(args: argparse.Namespace) -> "Plan":
+    """Everything that can be refused before the rows are read."""
+    from eagle3 import chat, conversations, prepare
+    from eagle3.target import Target
+
+    target = Target.open(args.model_path)
+    inputs = conversations.expand(args.input)
+    if empty := [p for p in inputs if p.is_file() and p.stat().st_size == 0]:
+        raise ValueError(f"--input {empty[0]}: the file is empty")
+    settings = prepare.Settings(
+        max_seq_len=args.max_seq_len,
+        draft_vocab_size=args.draft_vocab_size,
+        turns=args.turns,
+        format=args.format,
+        roles=dict(args.role),
+        chat_template_kwargs=args.chat_template_kwargs,
+    )
+    loaded = chat.load(target, args.trust_remote_code, args.chat_template_kwargs)
+    plan = prepare.Plan(
+        target=target,
+        chat=loaded,
+        inputs=inputs,
+        output=args.output_dir,
+        settings=settings,
+        trust_remote_code=args.trust_remote_code,
+        workers=args.workers or prepare.default_workers(inputs),
+        min_kept=args.min_kept,
+        show=args.show,
+        overwrite=args.overwrite,
+    )
+    prepare.is_done(plan)
+    print(*prepare.describe(plan), sep="\n", flush=True)
+    return plan
+
+
+def work(plan: "Plan") -> None:
+    from eagle3 import prepare
+
+    if prepare.is_done(plan):
+        print(f"{plan.output} already holds this data: nothing to do (--overwrite makes it again)")
+    else:
+        print(*prepare.run(plan), sep="\n")
+        print(f"written to {plan.output}")
+    print(*prepare.show(plan), sep="\n\n")
+
+
+if __name__ == "__main__":
+    cli.run(make_parser(), check, work)
