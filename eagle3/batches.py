@@ -58,7 +58,9 @@ def split(sample_ids: Sequence[str], eval_fraction: float) -> tuple[Pack, Pack]:
             f"--eval-fraction {eval_fraction}: of {len(sample_ids)} samples {num_held_out} would be held out; choose a "
             "fraction that leaves samples on both sides, or 0 for no held-out split"
         )
-    ranked = sorted(range(len(sample_ids)), key=lambda i: (xxhash.xxh3_64_hexdigest(sample_ids[i]), sample_ids[i]))
+    ranked = sorted(
+        range(len(sample_ids)), key=lambda i: (xxhash.xxh3_64_digest(sample_ids[i].encode()), sample_ids[i])
+    )
     return sorted(ranked[num_held_out:]), sorted(ranked[:num_held_out])
 
 
@@ -113,11 +115,11 @@ class Schedule:
         return [packs[i : i + self.packs_per_step] for i in range(0, len(packs), self.packs_per_step)]
 
     def steps(self, first: int = 0) -> Iterator[tuple[float, list[Pack]]]:
-        """Every step from number `first` on, with the epochs that are done when it begins."""
+        """Every step from number `first` on, with the epochs that are done when it is."""
         for epoch in range(self.epochs):
             steps = self.epoch(epoch)
             for index in range(first, len(steps)):
-                yield epoch + index / len(steps), steps[index]
+                yield epoch + (index + 1) / len(steps), steps[index]
             first = max(first - len(steps), 0)
 
     def __len__(self) -> int:

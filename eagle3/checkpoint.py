@@ -11,6 +11,8 @@ target's own and are not stored.
 import os
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,12 +55,12 @@ def save(
 ) -> Path:
     """Write one checkpoint, every rank its share, and give it its final name."""
     folder = folder_of(run, position.step)
-    temporary = folder.with_name(f".{folder.name}{files.TEMPORARY_SUFFIX}")  # one name for all ranks
+    temporary = _temporary(folder)
     if ranks.first:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     ranks.barrier()
-    with _single_process_is_fine():
+    with _alone_is_fine():
         dcp.save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(temporary), save_distributed=True))
     if ranks.first:
         files.write_json(temporary / POSITION, {"position": asdict(position), **identity})
@@ -73,7 +75,7 @@ def load(run: Path, step: int) -> dict[str, torch.Tensor]:
     reader = HuggingFaceStorageReader(str(folder_of(run, step)))
     stored = reader.read_metadata().state_dict_metadata
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
-    with _single_process_is_fine():
+    with _alone_is_fine():
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder_of(run, step))))
     return tensors
 
@@ -91,10 +93,13 @@ def read_position(run: Path, step: int, identity: dict[str, Any]) -> Position:
 
 
 def prune(run: Path, keep: int, best_step: int | None) -> None:
-    """Remove all checkpoints but the last `keep` and the best."""
+    """Remove all checkpoints but the last `keep` and the best, and what a killed run left half-written."""
     for step in steps_on_disk(run)[:-keep]:
         if step != best_step:
-            shutil.rmtree(folder_of(run, step))
+            folder = folder_of(run, step)
+            os.replace(folder, _temporary(folder))  # so that no half-removed checkpoint bears a checkpoint's name
+    for leftover in (run / "checkpoints").glob(f".*{files.TEMPORARY_SUFFIX}"):
+        shutil.rmtree(leftover)
 
 
 def flush_folder(folder: Path) -> None:
@@ -104,7 +109,12 @@ def flush_folder(folder: Path) -> None:
             os.fsync(file.fileno())
 
 
-def _single_process_is_fine() -> warnings.catch_warnings:
-    caught = warnings.catch_warnings()
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    return caught
+def _temporary(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}{files.TEMPORARY_SUFFIX}")  # the same for all ranks
+
+
+@contextmanager
+def _alone_is_fine() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

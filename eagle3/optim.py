@@ -27,8 +27,9 @@ class Optimizer:
     Norm weights are never decayed. Muon's update is scaled to the size of AdamW's, so one rate serves both.
     """
 
-    def __init__(self, parameters: dict[str, torch.nn.Parameter], kind: str, weight_decay: float) -> None:
+    def __init__(self, draft: torch.nn.Module, kind: str, weight_decay: float) -> None:
         assert kind in OPTIMIZERS, kind
+        parameters = {name: p for name, p in draft.named_parameters() if p.requires_grad}
         muon = {n: p for n, p in parameters.items() if kind == "muon" and p.ndim == 2 and n != HEAD}
         adamw = {n: p for n, p in parameters.items() if n not in muon}
         groups = [
@@ -39,7 +40,7 @@ class Optimizer:
         self.parts: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, betas=BETAS, fused=True)]
         if muon:
             rate = "match_rms_adamw"
-            self.parts += [torch.optim.Muon(muon.values(), weight_decay=weight_decay, adjust_lr_fn=rate)]
+            self.parts += [torch.optim.Muon(list(muon.values()), weight_decay=weight_decay, adjust_lr_fn=rate)]
 
     def step(self, lr: float) -> None:
         """One update of every parameter at rate `lr`."""

@@ -39,6 +39,11 @@ class Ranks:
         """Whether this process writes what is written once."""
         return self.rank == 0
 
+    def say(self, text: str) -> None:
+        """Print once, not once a rank."""
+        if self.first:
+            print(text, flush=True)
+
     def sum(self, *tensors: torch.Tensor) -> None:
         """Replace each tensor by its sum over all ranks."""
         if self.world > 1:

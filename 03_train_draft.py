@@ -1,0 +1,84 @@
+#!/usr/bin/env python
+"""Hidden states -> a draft that vLLM serves.
+
+    python 03_train_draft.py --model-path models/smollm2 --hidden-states data/hidden_states --output-dir out
+    torchrun --nproc-per-node 8 03_train_draft.py --config configs/kimi_k25.yaml
+
+OUTPUT/draft is the draft (`vllm serve OUTPUT/draft`), always the best so far on the held-out split. The same command
+again goes on from the last checkpoint, on any number of GPUs. SIGTERM or Ctrl-C saves one first.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eagle3 import cli
+
+if TYPE_CHECKING:
+    from eagle3.train import Run
+
+
+def parser() -> cli.Parser:
+    p = cli.Parser("train", __doc__)
+    cli.add_model(p)
+    p.add_argument("--hidden-states", type=Path, required=True, metavar="DIR", help="what 02 wrote")
+    p.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="checkpoints, metrics and the draft")
+    add_learning(p.add_argument_group("learning (a run goes on only with the same values)"))
+    add_running(p.add_argument_group("running"))
+    return p
+
+
+def add_learning(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--ttt-steps", type=cli.positive_int, default=7, metavar="N", help="steps of the training-time test (7)")
+    add("--epochs", type=cli.positive_int, default=10, metavar="N", help="passes over the samples (10)")
+    add("--max-steps", type=cli.positive_int, metavar="N", help="end after N optimizer steps (default: all epochs)")
+    add("--lr", type=float, default=1e-4, metavar="X", help="peak learning rate (1e-4)")
+    add("--warmup-fraction", type=float, default=0.05, metavar="X", help="share of the steps that warm up (0.05)")
+    add("--batch-tokens", type=cli.positive_int, default=8192, metavar="N", help="tokens of a pack (8192)")
+    add("--grad-accumulation", type=cli.positive_int, default=1, metavar="N", help="packs a rank and step (1)")
+    add("--max-grad-norm", type=float, default=1.0, metavar="X", help="gradients are clipped to this norm (1.0)")
+    add("--weight-decay", type=float, default=0.0, metavar="X", help="of the matrices (0)")
+    add("--optimizer", choices=("adamw", "muon"), default="adamw", help="muon: for the matrices, AdamW for the rest")
+    add("--loss", choices=("kl", "ce", "lk"), default="kl", help="against the target's distribution (kl)")
+    add("--seed", type=int, default=0, metavar="N", help="of the first weights and the order of the samples (0)")
+    add(
+        "--eval-fraction",
+        type=float,
+        default=0.05,
+        metavar="X",
+        help="share of the samples held out, 0 for none (0.05)",
+    )
+    residual = "the residual stream starts as the normed hidden state (default: yes)"
+    add("--norm-before-residual", action=argparse.BooleanOptionalAction, default=True, help=residual)
+    add("--train-head", action="store_true", help="train the draft's head as well (default: the target's, frozen)")
+    add("--deterministic", action="store_true", help="bitwise the same on a GPU each time; slower")
+    add("--init-from", metavar="DIR", help="start from a draft trained on the same layers (default: anew)")
+
+
+def add_running(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--num-speculative-tokens", type=cli.positive_int, default=3, metavar="N", help="drafts when served (3)")
+    add("--log-interval", type=cli.positive_int, default=10, metavar="N", help="steps between two lines (10)")
+    add("--checkpoint-interval", type=cli.positive_int, metavar="N", help="steps between checkpoints (an epoch)")
+    add("--keep", type=cli.positive_int, default=2, metavar="N", help="last checkpoints kept, beside the best (2)")
+    trackers = ("tensorboard", "wandb", "mlflow")
+    add("--track", nargs="*", choices=trackers, default=["tensorboard"], help="where metrics go (tensorboard)")
+
+
+def check(args: argparse.Namespace) -> "Run":
+    from eagle3.train import plan_run
+
+    return plan_run(args)
+
+
+def work(run: "Run") -> None:
+    from eagle3.train import run_training
+
+    if not run_training(run):
+        sys.exit(cli.INTERRUPTED)
+
+
+if __name__ == "__main__":
+    cli.run(parser(), check, work)

@@ -1,0 +1,392 @@
+"""The training of a draft: one flat loop over the optimizer steps of a schedule that depends on the seed alone.
+
+What a run writes into its folder: checkpoints/ (see eagle3/checkpoint.py), metrics.jsonl, tensorboard/, settings.json,
+and draft/, the export of the best weights so far.
+"""
+
+import argparse
+import itertools
+import math
+import os
+import signal
+import sys
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from eagle3 import checkpoint, files
+from eagle3.batches import Pack, Schedule, check_fit, loss_mask, pack, read_ahead, split
+from eagle3.checkpoint import Position
+from eagle3.draft import Draft, DraftConfig, Teacher, embedding
+from eagle3.export import export
+from eagle3.initial import InitialDraft
+from eagle3.metrics import Recorder, Sums, Window, check_trackers, line, memory_gb
+from eagle3.optim import Optimizer, learning_rate
+from eagle3.ranks import Ranks, gradients
+from eagle3.states import HiddenStates
+from eagle3.target import Target
+from eagle3.ttt import supervised_counts, training_loss
+
+DECAY = 0.8  # weight of training-time-test step i is DECAY**i (EAGLE-3)
+MAX_SKIPPED, MAX_SKIPPED_SHARE = 10, 0.05  # steps with a gradient that is not finite, before the run ends
+DRAFT = "draft"
+PACKAGES = ("torch", "safetensors", "numpy")  # whose versions settings.json names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What determines the weights that come out; a run goes on only with the settings it began with."""
+
+    ttt_steps: int
+    epochs: int
+    max_steps: int | None
+    """Optimizer steps at which the schedule ends early; None: all epochs."""
+    lr: float
+    warmup_fraction: float
+    """Share of the steps over which the learning rate rises."""
+    batch_tokens: int
+    """Tokens of a pack: what one rank passes through the draft at once."""
+    grad_accumulation: int
+    """Packs a rank in one optimizer step."""
+    max_grad_norm: float
+    weight_decay: float
+    optimizer: str
+    loss: str
+    seed: int
+    eval_fraction: float
+    norm_before_residual: bool
+    train_head: bool
+    deterministic: bool
+    init_from: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training: what to learn from, how, where to, and what may differ when it goes on."""
+
+    folder: Path
+    target: Target
+    states: HiddenStates
+    settings: Settings
+    initial: InitialDraft | None
+    num_speculative_tokens: int
+    log_interval: int
+    checkpoint_interval: int | None
+    """Steps between two checkpoints, each with an evaluation; None: an epoch of the first packing."""
+    keep: int
+    trackers: list[str]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint must agree with to be gone on with."""
+        return {"settings": asdict(self.settings), "data": self.states.identity}
+
+    def position(self) -> Position:
+        """Where the run stands: its last checkpoint, or the beginning. ValueError if that was another run."""
+        steps = checkpoint.steps_on_disk(self.folder)
+        return checkpoint.read_position(self.folder, steps[-1], self.identity) if steps else Position()
+
+
+def plan_run(args: argparse.Namespace) -> Run:
+    """Check the flags of 03_train_draft.py against target and hidden states. ValueError names what does not fit."""
+    settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
+    target = Target.open(args.model_path)
+    states = HiddenStates.open(args.hidden_states, target)
+    check_fit(states.data, settings.batch_tokens)
+    split(states.data.sample_ids, settings.eval_fraction)
+    DraftConfig.for_target(target, states.vocab)
+    check_trackers(args.track)
+    run = Run(
+        folder=args.output_dir,
+        target=target,
+        states=states,
+        settings=settings,
+        initial=_initial(settings, states, target),
+        num_speculative_tokens=args.num_speculative_tokens,
+        log_interval=args.log_interval,
+        checkpoint_interval=args.checkpoint_interval,
+        keep=args.keep,
+        trackers=args.track,
+    )
+    run.position()
+    return run
+
+
+def _initial(settings: Settings, states: HiddenStates, target: Target) -> InitialDraft | None:
+    if settings.init_from is None:
+        return None
+    initial = InitialDraft.open(Path(settings.init_from), states.layer_ids, target.num_layers)
+    if initial.norm_before_residual != settings.norm_before_residual:
+        flag = "" if initial.norm_before_residual else "no-"
+        raise ValueError(f"--init-from {initial.folder}: needs --{flag}norm-before-residual, as it was trained")
+    return initial
+
+
+def run_training(run: Run) -> bool:
+    """Train `run` to its end and say so; False if it was asked to stop before."""
+    ranks = Ranks.join()
+    try:
+        if (before := run.position()).finished:
+            ranks.say(f"finished before, at step {before.step}: the draft is {run.folder / DRAFT}")
+            return True
+        trainer = Trainer.start(run, ranks)
+        trainer.announce()
+        position = train(trainer)
+        if position.finished:
+            ranks.say(
+                f"done: {position.step} steps, the best draft (step {position.best_step}) is {run.folder / DRAFT}"
+            )
+        else:
+            ranks.say(f"stopped after step {position.step} of {trainer.num_steps}: the same command goes on from there")
+        return position.finished
+    finally:
+        ranks.leave()
+
+
+class StopRequest:
+    """Within the block, the first SIGTERM or Ctrl-C asks the loop to stop after its step; a second one ends at once."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+
+    def __enter__(self) -> "StopRequest":
+        self._before = {kind: signal.signal(kind, self._ask) for kind in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for kind, handler in self._before.items():
+            signal.signal(kind, handler)
+
+    def _ask(self, number: int, _frame: FrameType | None) -> None:
+        self.name = signal.Signals(number).name
+        for kind, handler in self._before.items():
+            signal.signal(kind, handler)
+
+
+@dataclass
+class Trainer:
+    """All that one process trains with."""
+
+    run: Run
+    ranks: Ranks
+    draft: Draft
+    teacher: Teacher
+    optimizer: Optimizer
+    position: Position
+    schedule: Schedule
+    eval_packs: list[Pack]
+    num_steps: int
+    recorder: Recorder | None
+
+    @classmethod
+    def start(cls, run: Run, ranks: Ranks) -> "Trainer":
+        """Build the draft, or restore the last checkpoint of `run.folder`."""
+        settings, data = run.settings, run.states.data
+        if settings.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is refused
+        torch.use_deterministic_algorithms(settings.deterministic)
+        position = run.position()
+        draft, teacher = build(run, ranks.device)
+        optimizer = Optimizer(draft, settings.optimizer, settings.weight_decay)
+        if run.initial is not None:
+            run.initial.load_into(draft, run.states.vocab)
+        if position.step:
+            restore(draft, optimizer, checkpoint.load(run.folder, position.step))
+        position.packs_per_step = position.packs_per_step or settings.grad_accumulation * ranks.world
+        samples, held_out = split(data.sample_ids, settings.eval_fraction)
+        budget = settings.batch_tokens
+        schedule = Schedule(data.lengths, samples, budget, position.packs_per_step, settings.seed, settings.epochs)
+        num_steps = min(len(schedule), settings.max_steps or sys.maxsize)
+        recorder = Recorder(run.folder, run.trackers, asdict(settings), position.step) if ranks.first else None
+        eval_packs = pack(data.lengths, held_out, budget)
+        return cls(run, ranks, draft, teacher, optimizer, position, schedule, eval_packs, num_steps, recorder)
+
+    @property
+    def checkpoint_interval(self) -> int:
+        return self.run.checkpoint_interval or len(self.schedule.epoch(0))
+
+    def mine(self, packs: list[Pack]) -> list[Pack]:
+        """This rank's packs of a step."""
+        return packs[self.ranks.rank :: self.ranks.world]
+
+    def announce(self) -> None:
+        """What is about to be done, in numbers."""
+        run, position, schedule = self.run, self.position, self.schedule
+        trained = sum(p.numel() for p in self.optimizer.parameters.values())
+        self.ranks.say(
+            f"data: {len(schedule.samples):,} samples to train on, {sum(map(len, self.eval_packs)):,} held out\n"
+            f"draft: {trained:,} trained weights, vocabulary {run.states.vocab.size:,} of {run.target.vocab_size:,}, "
+            f"layers {run.states.layer_ids}\n"
+            f"steps: {self.num_steps:,} of {schedule.packs_per_step} packs of {schedule.budget:,} tokens, "
+            f"on {self.ranks.world} rank(s) of {self.ranks.device.type}"
+        )
+        if position.step:
+            self.ranks.say(f"resumed: {checkpoint.folder_of(run.folder, position.step)}")
+        if self.ranks.first:
+            command, versions = " ".join(sys.argv), {name: version(name) for name in PACKAGES}
+            details = {"command": command, "ranks": self.ranks.world, "versions": versions, **run.identity}
+            files.write_json(run.folder / "settings.json", details)
+
+    def record(self, kind: str, values: dict[str, Any]) -> None:
+        if self.recorder is not None:
+            self.recorder.write(kind, values)
+
+
+def build(run: Run, device: torch.device) -> tuple[Draft, Teacher]:
+    """A new draft and its teacher: three tensors of the target are read, no more. Frozen rows are shared by the two."""
+    torch.manual_seed(run.settings.seed)
+    config = DraftConfig.for_target(
+        run.target, run.states.vocab, norm_before_residual=run.settings.norm_before_residual
+    )
+    teacher = Teacher.for_target(run.target, run.states.vocab).to(device)
+    rows = embedding(run.target).to(device)
+    train_head = run.settings.train_head
+    draft = Draft.create(config, rows, teacher.head, final_norm=teacher.norm, train_head=train_head)
+    return draft, teacher
+
+
+def state(draft: Draft, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """Everything that changes while training, as named tensors."""
+    weights = {f"draft.{name}": parameter.detach() for name, parameter in optimizer.parameters.items()}
+    moments = {f"optimizer.{name}": tensor for name, tensor in optimizer.state().items()}
+    return weights | moments | {"random": torch.get_rng_state()}
+
+
+def restore(draft: Draft, optimizer: Optimizer, tensors: dict[str, torch.Tensor]) -> None:
+    """The inverse of `state`."""
+    for name, parameter in optimizer.parameters.items():
+        parameter.data.copy_(tensors[f"draft.{name}"])
+    moments = {k.removeprefix("optimizer."): v for k, v in tensors.items() if k.startswith("optimizer.")}
+    optimizer.load(moments)
+    torch.set_rng_state(tensors["random"])
+
+
+def train(trainer: Trainer) -> Position:
+    """Train to the end of the schedule, or until asked to stop; either way the last step is in a checkpoint.
+
+    RuntimeError when too many steps had a gradient that is not finite.
+    """
+    run, ranks, position, optimizer = trainer.run, trainer.ranks, trainer.position, trainer.optimizer
+    settings, data, num_steps = run.settings, run.states.data, trainer.num_steps
+    parameters = list(optimizer.parameters.values())
+    decays = DECAY ** torch.arange(settings.ttt_steps, dtype=torch.float64)
+    num_warmup = math.ceil(settings.warmup_fraction * num_steps)
+    window = Window(settings.ttt_steps, ranks.device)
+    steps, ahead = itertools.tee(itertools.islice(trainer.schedule.steps(position.step), num_steps - position.step))
+    batches = read_ahead(data, itertools.chain.from_iterable(trainer.mine(p) for _, p in ahead), ranks.device)
+    with StopRequest() as stop:
+        for epoch, packs in steps:
+            counts = supervised_counts(*loss_mask(data, itertools.chain(*packs)), settings.ttt_steps)
+            weights = (decays / counts.clamp(min=1)).float().to(ranks.device)
+            sums = Sums(settings.ttt_steps, ranks.device)
+            for _ in trainer.mine(packs):
+                with window.waiting():
+                    batch = next(batches)
+                output = training_loss(trainer.draft, trainer.teacher, batch, weights, loss=settings.loss)
+                if output.loss.requires_grad:
+                    output.loss.backward()
+                sums.add(output)
+            stopping = torch.tensor(float(stop.name is not None), device=ranks.device)
+            ranks.sum(*gradients(parameters), stopping)  # all ranks stop after the same step
+            norm = torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm).item()
+            lr = learning_rate(position.step, num_steps, num_warmup, settings.lr)
+            if math.isfinite(norm):
+                optimizer.step(lr)
+                window.add(sums, norm)
+            else:
+                position.skipped += 1
+                check_skipped(position, norm)
+            optimizer.zero_grad()
+            position.step += 1
+            tokens = sum(int(data.lengths[samples].sum()) for samples in packs)
+            position.tokens += tokens
+            window.tokens += tokens
+            stopped, last = stopping.item() > 0, position.step == num_steps
+            if (position.step % run.log_interval == 0 or last) and window.norms:
+                log(trainer, window, epoch, lr)
+            if position.step % trainer.checkpoint_interval == 0 or last or stopped:
+                with window.paused():
+                    save(trainer, epoch, judge=last or not stopped)
+            if stopped:
+                break
+    return position
+
+
+def check_skipped(position: Position, norm: float) -> None:
+    """Say that a step was skipped; RuntimeError above the share of such steps that a run may have."""
+    print(f"step {position.step + 1}: gradient norm {norm}, step skipped ({position.skipped} so far)", flush=True)
+    if position.skipped > max(MAX_SKIPPED, MAX_SKIPPED_SHARE * position.step):
+        raise RuntimeError(
+            f"{position.skipped} of {position.step + 1} steps had a gradient that is not finite: the states or the "
+            "learning rate are bad (look at the loss in metrics.jsonl; try a lower --lr). The last checkpoint is kept"
+        )
+
+
+def log(trainer: Trainer, window: Window, epoch: float, lr: float) -> None:
+    """One line and one record on the steps since the last one."""
+    run, ranks, position = trainer.run, trainer.ranks, trainer.position
+    rates = window.rates()
+    values = {
+        "step": position.step,
+        "epoch": epoch,
+        **window.sums.means(ranks, DECAY, run.num_speculative_tokens),
+        "grad_norm": sum(window.norms) / len(window.norms),
+        "lr": lr,
+        **rates,
+        "memory_gb": memory_gb(ranks.device),
+        "skipped": position.skipped,
+        "eta_s": (trainer.num_steps - position.step) * rates["step_s"],
+    }
+    window.norms.clear()
+    ranks.say(line(values, trainer.num_steps, run.settings.epochs))
+    trainer.record("train", values)
+
+
+@torch.no_grad()
+def evaluate(trainer: Trainer) -> dict[str, Any]:
+    """The means over the held-out split, of all ranks together."""
+    settings, ranks = trainer.run.settings, trainer.ranks
+    sums = Sums(settings.ttt_steps, ranks.device)
+    weights = torch.ones(settings.ttt_steps, device=ranks.device)
+    for batch in read_ahead(trainer.run.states.data, trainer.mine(trainer.eval_packs), ranks.device):
+        sums.add(training_loss(trainer.draft, trainer.teacher, batch, weights, loss=settings.loss))
+    return sums.means(ranks, DECAY, trainer.run.num_speculative_tokens)
+
+
+def save(trainer: Trainer, epoch: float, judge: bool) -> None:
+    """Write a checkpoint; with `judge`, evaluate before it and export the draft if it is the best so far.
+
+    Without a held-out split every draft is exported. The export comes first, so that a run killed between the two
+    makes both again.
+    """
+    run, ranks, position = trainer.run, trainer.ranks, trainer.position
+    position.finished = position.step == trainer.num_steps
+    if judge and (not trainer.eval_packs or judged_best(trainer, epoch)):
+        position.best_step = position.step
+        if ranks.first:
+            states, drafts = run.states, run.num_speculative_tokens
+            export(run.folder / DRAFT, trainer.draft, run.target, states.vocab, states.layer_ids, drafts)
+            ranks.say(f"exported: {run.folder / DRAFT}")
+    path = checkpoint.save(run.folder, state(trainer.draft, trainer.optimizer), position, run.identity, ranks)
+    if ranks.first:
+        checkpoint.prune(run.folder, run.keep, position.best_step)
+    ranks.say(f"checkpoint: {path}")
+
+
+def judged_best(trainer: Trainer, epoch: float) -> bool:
+    """Evaluate, report, and say whether the estimated acceptance length is the highest so far."""
+    position = trainer.position
+    values = {"step": position.step, "epoch": epoch, **evaluate(trainer)}
+    better = values["acceptance_length"] > position.best_length
+    accepted = " ".join(f"{100 * share:4.1f}" for share in values["accepted"])
+    trainer.ranks.say(
+        f"held out: step {position.step}  loss {values['loss']:.4f}  accepted % {accepted}  estimated acceptance "
+        f"length {values['acceptance_length']:.3f}  {'best so far' if better else f'best {position.best_length:.3f}'}"
+    )
+    trainer.record("eval", values)
+    position.best_length = max(position.best_length, values["acceptance_length"])
+    return better
