@@ -82,8 +82,11 @@ def verify_weights(folder: Path, gguf: Path) -> int:
 
 
 def write_tokenizer(folder: Path, gguf: Path) -> "PreTrainedTokenizerFast":
-    """The tokenizer's files. Transformers leaves out that digits stand alone (pre-tokenizer "smollm" of the GGUF), which
-    changes the tokens of white space before a digit."""
+    """The tokenizer's files.
+
+    Transformers leaves out that digits stand alone (pre-tokenizer "smollm" of the GGUF). Without that, "\\n\\n1" gives
+    other tokens than the model writes.
+    """
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
