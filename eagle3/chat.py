@@ -23,8 +23,9 @@ from eagle3.target import Target
 TURNS = ("each", "last")
 HARD_TEXT = "Grüße <think>你好</think> 🤷🏽‍♀️ 司马 é\n\n\n  x\t'll 1234567 \n"
 GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
-OPENING = re.compile(rf"(?:{THINK_OPEN}\s*)?(?:{THINK_CLOSE}\s*)?$")
-THOUGHT = re.compile(rf"\s*(?:{THINK_OPEN})?(.*?){THINK_CLOSE}", re.DOTALL)
+LOOK_BACK = 64  # characters at the end of a prompt in which its header stands
+OPENING = re.compile(rf"(?:{THINK_OPEN}\s*)?(?:{THINK_CLOSE}\s*)?\Z")
+THOUGHT = re.compile(rf"\s*(?:{THINK_OPEN}(.*?))?{THINK_CLOSE}", re.DOTALL)
 
 
 @dataclass
@@ -173,11 +174,11 @@ class Chat:
         answers = [j for j, m in enumerate(messages) if m["role"] == "assistant"]
         result = Samples()
         for n, j in enumerate(answers[-1:] if turns == "last" else answers):
-            if _is_empty(messages[j]):
+            cut = conversation.cut and j == answers[-1]
+            if _is_empty(messages[j]) and not (cut and messages[j].get("reasoning")):
                 result.leave_out("empty_answer")
                 continue
             prompt = self.prompt_text(messages[:j], tools)
-            cut = conversation.cut and j == answers[-1]
             completion, lost = self.completion(prompt, messages, j, tools, cut)
             result.reasoning_left_out += lost
             if not self._append(result.samples, prompt, completion, max_tokens):
@@ -201,6 +202,8 @@ class Chat:
             pattern = self._spoken if message["role"] == "assistant" else self._control
             if found := _search(pattern, [v for k, v in message.items() if k != "role"]):
                 raise Drop("control_token", f"{found!r} inside the text of a {message['role']} turn")
+            if message["role"] == "assistant" and _starts_thinking(message) and not conversation.cut:
+                raise Drop("unclosed_reasoning", f"{THINK_OPEN} without {THINK_CLOSE} at the start of an answer")
         if found := _search(self._control, conversation.tools):
             raise Drop("control_token", f"{found!r} inside a tool's declaration")
 
@@ -212,18 +215,21 @@ class Chat:
         Where the template's own rendering continues the prompt and keeps the reasoning, it is that. Otherwise the
         template rewrites the turn as history, and the reasoning goes back to where the generation prompt opened it.
         """
-        message, opening = messages[j], OPENING.search(prompt).group()
+        message, opening = messages[j], _opening(prompt)
+        if cut and (text := _unfinished(opening, message)) is not None:
+            return text, False
         reasoning = message.get("reasoning", "")
         instant = opening.rstrip().endswith(THINK_CLOSE)  # the prompt itself says that there is no reasoning
         if reasoning and (instant or THINK_CLOSE not in self.template):
             message, reasoning = _without_reasoning(message), ""
         tail = self._turn(prompt.removesuffix(opening), messages[:j], message, tools)
         thought = THOUGHT.match(tail) if THINK_CLOSE in self.template else None
-        kept = thought.group(1).strip() == reasoning.strip() if thought else not reasoning
+        kept = (thought.group(1) or "").strip() == reasoning.strip() if thought else not reasoning
         if kept and tail.startswith(opening):
             text = tail[len(opening) :]
         else:
-            text = _reasoned(opening, reasoning) + (tail[thought.end() :].lstrip("\n") if thought else tail)
+            answer = tail[thought.end() :] if thought else tail
+            text = _reasoned(opening, reasoning) + (answer if opening == THINK_OPEN else answer.lstrip("\n"))
         lost = bool(messages[j].get("reasoning")) and not reasoning
         return (_without_end(text, message) if cut else self._to_end_of_turn(text)), lost
 
@@ -238,7 +244,7 @@ class Chat:
             return full[len(head) :]
         before = [_without_reasoning(m) for m in before]
         prompt = self.prompt_text(before, tools)
-        head = prompt.removesuffix(OPENING.search(prompt).group())
+        head = prompt.removesuffix(_opening(prompt))
         full = self._render([*before, message], tools, add_generation_prompt=False)
         if not full.startswith(head):
             raise Drop("template_rewrites_prompt", f"{full[-40:]!r} stands after another text than its prompt")
@@ -277,12 +283,12 @@ class Chat:
         token of the whole would reach across the border, the ids of `text` stay as the server made them, and those
         of `more` are its own (`exact`: None).
         """
-        starts = [m.start() for m in self._control.finditer(text, max(0, len(text) - 64))]
+        starts = [m.start() for m in self._control.finditer(text, max(0, len(text) - LOOK_BACK))]
         header = text[starts[-1] :] if starts else text
         before = self._headers.get(header)
         if before is None:
             before = self.encode(header)
-            if len(self._headers) < 1024:
+            if len(header) <= LOOK_BACK and len(self._headers) < 1024:
                 self._headers[header] = before
         whole = self.encode(header + more)
         if whole[: len(before)] == before:
@@ -302,10 +308,31 @@ def _without_reasoning(message: Message) -> Message:
     return {k: v for k, v in message.items() if k != "reasoning"}
 
 
+def _opening(prompt: str) -> str:
+    """The think tags, opened or closed, with which a generation prompt ends; mostly none."""
+    return OPENING.search(prompt, max(0, len(prompt) - LOOK_BACK)).group()
+
+
+def _unfinished(opening: str, message: Message) -> str | None:
+    """What the target wrote when it was cut inside its reasoning; None when it came to its answer."""
+    content = message["content"] if isinstance(message["content"], str) else joined(message["content"])
+    reasoning = message.get("reasoning", "")
+    opened = opening.rstrip().endswith(THINK_OPEN)
+    if reasoning:
+        return None if content else _reasoned(opening, reasoning).partition(THINK_CLOSE)[0].rstrip("\n")
+    if _starts_thinking(message):
+        return content.lstrip().removeprefix(THINK_OPEN).lstrip("\n") if opened else content
+    return content if opened else None
+
+
 def _is_empty(message: Message) -> bool:
     content = message["content"]
     text = joined(content) if isinstance(content, list) else content
     return not text.strip() and not message.get("tool_calls")
+
+
+def _starts_thinking(message: Message) -> bool:
+    return isinstance(message["content"], str) and message["content"].lstrip().startswith(THINK_OPEN)
 
 
 def _reasoned(opening: str, reasoning: str) -> str:

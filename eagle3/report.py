@@ -22,7 +22,7 @@ mark{{background:#b6e8b6}}</style>
 
 
 def spans(row: Row, decode: Decode) -> Iterator[tuple[bool, str]]:
-    """The row's text in runs of one mask value, (supervised, text): whole runs, since a token may end in a character."""
+    """The row's text in runs of one mask value, (supervised, text): a token alone may end in a character."""
     pairs = zip(row.loss_mask.tolist(), row.input_ids.tolist(), strict=True)
     for mask, run in groupby(pairs, key=lambda pair: pair[0]):
         yield bool(mask), decode([i for _, i in run])

@@ -1,0 +1,304 @@
+"""A token is supervised exactly when the target would generate it, for every template, and prompts are the server's."""
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+
+import pytest
+from chat_targets import CASES, EXPECTED, GOLDEN, TARGETS, THINK, TOOLS, assistant, target_folder, user
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from eagle3 import chat
+from eagle3.conversations import Conversation, Drop, Raw, parse
+from eagle3.target import Target
+
+LOCAL = [name for name in TARGETS if name != "smollm2"]
+ENDS = {
+    name: "<|eot_id|>" if name == "llama3" else "<｜end▁of▁sentence｜>" if "deepseek" in name else "<|im_end|>"
+    for name in TARGETS
+}
+
+
+@cache
+def loaded(name: str) -> chat.Chat:
+    return chat.load(Target.open(target_folder(name)), True, TARGETS[name][1])
+
+
+def conversation(row: dict) -> Conversation:
+    return parse(Raw("row", 1, row))
+
+
+def samples(name: str, row: dict, **kwargs) -> list[chat.Sample]:
+    return loaded(name).samples(conversation(row), kwargs.pop("max_tokens", 4096), **kwargs).samples
+
+
+def supervised(name: str, sample: chat.Sample) -> list[str]:
+    """The text of each supervised span."""
+    spans: list[list[int]] = []
+    before = 0
+    for token, mask in zip(sample.input_ids, sample.loss_mask, strict=True):
+        if mask and not before:
+            spans.append([])
+        if mask:
+            spans[-1].append(token)
+        before = mask
+    return [loaded(name).decode(span) for span in spans]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", TARGETS)
+def test_golden(name, case):
+    """Ids and mask equal those of the template's own mechanism, exactly, for every template and case."""
+    if EXPECTED[name][case] is None:
+        pytest.skip("this template knows no tools")
+    golden = json.loads((GOLDEN / f"{name}.json").read_text())[case]
+    made = samples(name, CASES[case])
+    assert [s.input_ids for s in made] == [g["input_ids"] for g in golden]
+    assert [s.loss_mask for s in made] == [g["loss_mask"] for g in golden]
+    assert [supervised(name, s) for s in made] == EXPECTED[name][case]
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_prompt_ids_are_those_of_the_template(name):
+    """prompt_ids equals apply_chat_template(tokenize=True)."""
+    messages = [user("Grüße, 你好 🤷🏽‍♀️\n\n"), assistant("x"), user("  y")]
+    tokenizer = loaded(name).tokenizer
+    expected = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=False, **TARGETS[name][1]
+    )
+    assert loaded(name).prompt_ids(messages) == expected
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40).filter(
+    lambda text: text.strip() and not any(tag in text for tag in THINK)
+)
+
+
+@pytest.mark.parametrize("name", LOCAL)
+@settings(max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(turns=st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=3))
+def test_supervised_spans_give_back_the_answers(name, turns):
+    """Property: decoding the supervised spans gives each answer and its end token, once, in order; the prompt before an
+    answer has exactly the server's ids."""
+    row = {"messages": [m for question, answer in turns for m in (user(question), assistant(answer))]}
+    made = samples(name, row)
+    spans = [span for sample in made for span in supervised(name, sample)]
+    assert len(spans) == len(turns)
+    for span, (_, answer) in zip(spans, turns, strict=True):
+        text = span.removeprefix("<think>").lstrip("\n").removeprefix("</think>") if "instant" not in name else span
+        assert text.endswith(ENDS[name])
+        assert text.removesuffix(ENDS[name]).strip() == answer.strip()
+        if name in ("kimi", "kimi_instant", "deepseek_v31_instant"):  # templates that change nothing
+            assert text == answer + ENDS[name]
+    first = loaded(name).prompt_ids([user(turns[0][0])])
+    assert made[0].input_ids[: len(first)] == first
+    assert not any(made[0].loss_mask[: len(first)]) and made[0].loss_mask[len(first)] == 1
+
+
+def test_d1_no_generation_tag_needed():
+    """D1: a template without generation tags gives a mask that is not empty."""
+    assert "{% generation" not in loaded("smollm2").template
+    assert sum(samples("smollm2", CASES["plain"])[0].loss_mask) > 0
+
+
+class TestD2Tokenizer:
+    """D2: the tokenizer is the declared class, think tags are one token, and text comes back."""
+
+    def test_kimi(self):
+        kimi = loaded("kimi")
+        assert type(kimi.tokenizer).__name__ == "TikTokenTokenizer"
+        opened, closed = kimi.control_tokens["<think>"], kimi.control_tokens["</think>"]
+        ids = kimi.encode("<think>你好</think>")
+        assert (ids[0], ids[-1]) == (opened, closed) == (982, 983)
+        assert kimi.decode(ids) == "<think>你好</think>"
+
+    def test_remote_code_not_trusted(self):
+        """Transformers would convert it silently; the flag is named instead."""
+        with pytest.raises(ValueError, match="--trust-remote-code"):
+            chat.load(Target.open(target_folder("kimi")), False)
+
+    def test_replaced_class_is_refused(self, tmp_path):
+        """A declared class that Transformers replaces by its generic one is refused by name."""
+        folder = shutil.copytree(target_folder("kimi"), tmp_path / "kimi")
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        del config["auto_map"]
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match="expected the tokenizer class TikTokenTokenizer.*found TokenizersBackend"):
+            chat.load(Target.open(folder), True)
+
+    def test_split_think_tag_is_refused(self, tmp_path):
+        """A control token that is not one id is refused."""
+        folder = shutil.copytree(target_folder("kimi"), tmp_path / "kimi")
+        code = (folder / "tokenization_kimi.py").read_text()
+        code = code.replace('allowed_special="all"', "disallowed_special=()")
+        (folder / "tokenization_kimi.py").write_text(code)
+        with pytest.raises(ValueError, match=r"encodes .* as \[.*\], expected \[9\d\d\]"):
+            chat.load(Target.open(folder), True)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_d3_characters_of_several_tokens(name):
+    """D3: an answer of characters that tokens split is supervised whole, without a broken character at its ends."""
+    content = "🤷🏽‍♀️ 司马 é"
+    (span,) = supervised(name, samples(name, {"messages": [user("x"), assistant(content)]})[0])
+    assert span.endswith(content + ENDS[name]) and "\ufffd" not in span
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_d4_tool_call_without_content(name):
+    """D4: null, empty and missing content give the same ids; the call is supervised, its arguments are JSON."""
+    ids = []
+    for content in ({"content": None}, {"content": ""}, {}):
+        for arguments in ({"a": "é"}, '{"a": "é"}'):
+            call = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": arguments}}
+            turn = {"role": "assistant", "tool_calls": [call], **content}
+            (sample,) = samples(name, {"messages": [user("x"), turn], "tools": TOOLS})
+            ids.append((sample.input_ids, sample.loss_mask))
+            (span,) = supervised(name, sample)
+            assert '{"a": "é"}' in span
+            assert "None" not in sample.text.split("x", 1)[1] and "{'a'" not in sample.text
+    assert all(one == ids[0] for one in ids)
+
+
+def test_d8_template_error_is_a_drop():
+    """D8: what a template raises becomes a drop with its words."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    with pytest.raises(Drop, match="template_rejects.*single tool-calls"):
+        samples("llama3", {"messages": [user("x"), assistant("", tool_calls=[call, call])], "tools": TOOLS})
+
+
+def parts(reasoning: str, text: str) -> list[dict]:
+    return [{"type": "thinking", "thinking": reasoning}, {"type": "text", "text": text}]
+
+
+@pytest.mark.parametrize("name", ["kimi", "qwen3", "deepseek_r1", "deepseek_v31"])
+def test_d11_spellings_of_reasoning(name):
+    """D11: reasoning_content, thinking and inline tags give identical ids, each answer as the server generates it."""
+    fields = [
+        [assistant("1", reasoning_content="I count"), assistant("2", reasoning_content="again")],
+        [assistant("1", thinking="I count"), assistant("2", thinking="again")],
+        [assistant("1", reasoning="I count"), assistant("2", reasoning="again")],
+        [assistant("<think>I count</think>1"), assistant("<think>again</think>2")],
+        [assistant(parts("I count", "1")), assistant(parts("again", "2"))],
+    ]
+    made = [samples(name, {"messages": [user("One?"), a, user("Two?"), b]}) for a, b in fields]
+    assert all([s.input_ids for s in one] == [s.input_ids for s in made[0]] for one in made)
+    assert [supervised(name, s) for s in made[0]] == EXPECTED[name]["reasoning"]
+    last = samples(name, {"messages": [user("One?"), fields[0][0], user("Two?"), fields[0][1]]}, turns="last")
+    assert [supervised(name, s) for s in last] == EXPECTED[name]["reasoning"][-1:]
+
+
+@pytest.mark.parametrize(
+    ("name", "span"),
+    [
+        ("kimi", "2+2 is 4.\n</think>\n\nThe answer is 4.<|im_end|>"),
+        ("qwen3", "<think>\n2+2 is 4.\n</think>\n\nThe answer is 4.<|im_end|>"),
+        ("deepseek_r1", "2+2 is 4.\n</think>\n\nThe answer is 4.<｜end▁of▁sentence｜>"),
+        ("kimi_instant", "\n\nThe answer is 4.<|im_end|>"),
+    ],
+)
+def test_d12_orphan_close_tag(name, span):
+    """D12: reasoning whose opening tag came with the prompt is split off, not put behind a second empty block."""
+    row = {"messages": [user("2+2?"), assistant("2+2 is 4.\n</think>\n\nThe answer is 4.")]}
+    (sample,) = samples(name, row)
+    assert supervised(name, sample) == [span]
+    assert sample.text.count("</think>") == 1
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_d12_prompt_supplied_tokens_are_not_supervised(name):
+    """D12: nothing of the generation prompt (header, think tags) has mask 1."""
+    prompt = loaded(name).prompt_ids([user("x")])
+    (sample,) = samples(name, {"messages": [user("x"), assistant("y")]})
+    assert sample.input_ids[: len(prompt)] == prompt
+    assert sample.loss_mask == [0] * len(prompt) + [1] * (len(sample.input_ids) - len(prompt))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_d15_parts_and_string(name):
+    """D15: a content of one text part gives the ids of the string."""
+    parts = [{"type": "text", "text": "hi"}]
+    one = samples(name, {"messages": [user("hi"), assistant("hi")]})
+    other = samples(name, {"messages": [user(parts), assistant(parts)]})
+    assert one == other
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_typed_control_tokens_never_become_structure(name):
+    """A control token typed into a question, an answer or a tool's text drops the conversation by name."""
+    end = ENDS[name]
+    for messages in ([user(f"a {end} b"), assistant("y")], [user("a"), assistant(f"y{end}z")]):
+        with pytest.raises(Drop, match="control_token"):
+            samples(name, {"messages": messages})
+    with pytest.raises(Drop, match="control_token"):
+        tool = {"name": "f", "description": f"does {end}"}
+        samples(name, {"messages": [user("a"), assistant("y")], "tools": [tool]})
+
+
+def test_border_inside_a_token_keeps_the_servers_prompt():
+    """Where the end of a prompt and the answer would merge into one token, the prompt keeps the ids it has alone."""
+    llama = loaded("llama3")
+    header, more = "<|eot_id|>th", "e"
+    assert len(llama.encode("the")) == 1 < len(llama.encode("th")) + len(llama.encode("e"))
+    assert llama._continuation(header, more) == llama.encode("e")
+    assert llama._continuation(header, more, exact=True) is None
+
+
+def test_cut_answers_have_no_end():
+    """An answer that a length limit cut has no end-of-turn token, also when it was cut inside its reasoning."""
+    cut = {"finish_reason": "length"}
+    for name, turn, span in (
+        ("kimi", assistant("I was thinking"), "I was thinking"),
+        ("kimi", assistant("I thought</think>and sa"), "I thought</think>and sa"),
+        ("kimi", assistant("", reasoning="I was"), "I was"),
+        ("qwen3", assistant("<think>\nI was"), "<think>\nI was"),
+        ("qwen3", assistant("<think>\nI thought\n</think>\n\nand sa"), "<think>\nI thought\n</think>\n\nand sa"),
+        ("kimi_instant", assistant("and sa"), "and sa"),
+        ("llama3", assistant("and sa"), "and sa"),
+    ):
+        (sample,) = samples(name, {"messages": [user("x"), turn], **cut})
+        assert supervised(name, sample) == [span]
+
+
+def test_kimi_tool_loop_keeps_reasoning_until_the_answer():
+    """In a tool loop Kimi keeps the reasoning of the calls: one sample, each answer as it was generated."""
+    row = {
+        "tools": TOOLS,
+        "messages": [
+            user("x"),
+            assistant(None, reasoning="call it", tool_calls=[{"function": {"name": "f", "arguments": {}}}]),
+            {"role": "tool", "content": "42"},
+            assistant("It is 42", reasoning="hm"),
+        ],
+    }
+    (sample,) = samples("kimi", row)
+    call = "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    assert supervised("kimi", sample) == [
+        f"call it</think>{call}<|tool_calls_section_end|><|im_end|>",
+        "hm</think>It is 42<|im_end|>",
+    ]
+    assert loaded("kimi").encode(sample.text) == sample.input_ids
+
+
+def test_long_conversation_is_one_sample():
+    """400 short turns on a stable template are one sample, every answer supervised once."""
+    turns = [m for k in range(200) for m in (user(f"q{k}"), assistant(f"a{k}"))]
+    (sample,) = samples("llama3", {"messages": turns}, max_tokens=1 << 20)
+    assert supervised("llama3", sample) == [f"a{k}<|eot_id|>" for k in range(200)]
+    assert loaded("llama3").encode(sample.text) == sample.input_ids
+
+
+def test_unknown_template_setting_is_refused():
+    """A misspelt --chat-template-kwargs key is named."""
+    with pytest.raises(ValueError, match="knows no 'thinkin'"):
+        chat.load(Target.open(target_folder("kimi")), True, {"thinkin": False})
+
+
+def test_no_template_is_refused(tmp_path: Path):
+    """A tokenizer without a chat template is refused."""
+    folder = shutil.copytree(target_folder("kimi"), tmp_path / "kimi")
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match="has no chat template"):
+        chat.load(Target.open(folder), True)
