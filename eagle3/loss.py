@@ -103,7 +103,7 @@ def score_rows(
     if ops.has_kernels(logits):
         from eagle3 import kernels
 
-        return kernels.score_rows(logits, targets, target_row, weight, LOSSES.index(loss))
+        return kernels.score_rows(logits, targets, target_row, weight, LOSSES.index(loss), LK_DECAY)
     scored = target_row >= 0
     row = target_row.clamp_min(0)
     draft, log_p = _wide(logits), _wide(targets.logits[row]) - targets.lse[row, None]

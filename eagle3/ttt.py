@@ -96,8 +96,8 @@ class Rows:
         return type(self)(*(t[kept] for t in (self.index, self.first, self.depth, self.number)))
 
     def tokens(self, step: int, total: int) -> torch.Tensor:
-        """The tokens x_{t+1+step} that the rows read; for rows that no longer count, any."""
-        return (self.index + 1 + step).clamp_max(total - 1)
+        """The tokens x_{t+1+step} that the rows read; distinct, and any for rows that no longer count."""
+        return (self.index + 1 + step) % total
 
     def positions(self, step: int) -> torch.Tensor:
         return self.index - self.first + step
@@ -232,7 +232,7 @@ class _Unroll:
     def _first_projections(self) -> torch.Tensor:
         """Keys and values of all rows, kept; then only the rows that count go on. Returns their queries."""
         q_size, device = self.config.q_size, self.starts.device
-        tokens = (torch.arange(self.total, device=device) + 1).clamp_max(self.total - 1)
+        tokens = (torch.arange(self.total, device=device) + 1) % self.total
         positions = torch.arange(self.total, device=device) - self.starts
         kv = ops.linear(self.normed, self.weights.hidden.rows(q_size, None))
         keys, values = self._with_embedding(kv, q_size, tokens, positions, self.kv_heads)
