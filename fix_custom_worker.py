@@ -116,7 +116,6 @@ from itertools import islice
 import torch
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.sequence import IntermediateTensors
-from vllm.v1.executor.multiproc_executor import WorkerProc
 ''',
     ),
     Repair(
@@ -124,11 +123,17 @@ from vllm.v1.executor.multiproc_executor import WorkerProc
         file=WORKER,
         why="layers called as vLLM's own forward calls them, llama_4_scaling included; the first batch is proven "
         "against vLLM's own forward; a worker's exception arrives with its traceback instead of an empty text",
-        shipped=both("logger = logging.getLogger(__name__)\n"),
-        repaired='''\
+        shipped=both("""\
+__all__ = ["HiddenStatesWorkerExtension"]
+
 logger = logging.getLogger(__name__)
+"""),
+        repaired='''\
+__all__ = ["HiddenStatesWorkerExtension"]
 
 DEEPSEEK_LAYER = ["positions", "hidden_states", "residual", "llama_4_scaling"]
+
+logger = logging.getLogger(__name__)
 
 
 def _llama_4_scaling(config, positions):
@@ -195,6 +200,8 @@ def _proving_forward(
 
 def _report_tracebacks():
     """Send a worker's exception as its traceback: vLLM sends str(exception) alone."""
+    from vllm.v1.executor.multiproc_executor import WorkerProc  # noqa: PLC0415
+
     send = WorkerProc.enqueue_output
 
     def enqueue_output(self, output):
@@ -239,9 +246,9 @@ def _patched_forward(
     extension = self._extension  # noqa: SLF001
 """),
         repaired="""\
+    aux_hidden_states = []
     config = getattr(self, "config", None)
     scaling = _llama_4_scaling(config, positions)
-    aux_hidden_states = []
     extension = self._extension  # noqa: SLF001
 """,
     ),
@@ -328,7 +335,7 @@ def _patched_forward(
 """),
         repaired="""\
         _report_tracebacks()
-        self._layer_ids = frozenset(layer_ids)  # Convert once for O(1) lookup
+        self._layer_ids = frozenset(layer_ids)
         ascending = sorted(self._layer_ids)
         self._layer_order = [ascending.index(layer_id) for layer_id in layer_ids]
         self._num_scheduled_tokens = None  # request id -> rows, while a batch runs
@@ -461,8 +468,15 @@ def _patched_forward(
         name="marker",
         file=GENERATOR,
         why="says that the file is repaired, and by which revision",
-        shipped=both('"""Extract hidden states from intermediate layers during prefill using vLLM."""\n'),
-        repaired=f'"""Extract hidden states from intermediate layers during prefill using vLLM."""\n{MARKER}\n',
+        shipped=both(
+            '"""Extract hidden states from intermediate layers during prefill using vLLM."""\n\nimport torch\n'
+        ),
+        repaired=f'''\
+"""Extract hidden states from intermediate layers during prefill using vLLM."""
+{MARKER}
+
+import torch
+''',
     ),
     Repair(
         name="dtype argument",
@@ -515,6 +529,8 @@ def _patched_forward(
         why="raises nothing: dtype='auto' computes a float32 checkpoint in bfloat16",
         shipped=both("""\
         log.info(f"Model has {num_layers} layers")
+
+        if layer_ids is None:
 """),
         repaired="""\
         log.info(f"Model has {num_layers} layers")
@@ -524,6 +540,8 @@ def _patched_forward(
         stored = getattr(text_config, "dtype", None) or getattr(config, "dtype", None)
         self.dtype = dtype or ("float32" if str(stored).endswith("float32") else "auto")
         log.info(f"Computing in {self.dtype} (the checkpoint says {stored})")
+
+        if layer_ids is None:
 """,
     ),
     Repair(
@@ -678,16 +696,17 @@ def _patched_forward(
         input_ids_list = [ids[:max_len] for ids in input_ids_list]
 """),
         repaired="""\
-        empty = [i for i, ids in enumerate(input_ids_list) if len(ids) == 0]
+        whole = input_ids_list
+        empty = [i for i, ids in enumerate(whole) if len(ids) == 0]
         if empty:
             raise ValueError(f"token_ids[{empty[0]}] has no tokens")
-        num_cut = sum(len(ids) > max_len for ids in input_ids_list)
+        num_cut = sum(len(ids) > max_len for ids in whole)
         if num_cut:
             log.warning(
-                f"{num_cut} of {len(input_ids_list)} samples are longer than "
-                f"max_model_len - 1 = {max_len} tokens and are cut there"
+                f"{num_cut} of {len(whole)} samples are longer than max_model_len - 1 = "
+                f"{max_len} tokens and are cut there"
             )
-        input_ids_list = [ids[:max_len] for ids in input_ids_list]
+        input_ids_list = [ids[:max_len] for ids in whole]
         # left by a call that failed
         self.scheduler.finish_requests(
             list(self.scheduler.requests), RequestStatus.FINISHED_ABORTED
@@ -873,10 +892,13 @@ def _patched_forward(
         file=GENERATOR,
         why="one step of the loop, and the check that each sample has a row for each token",
         shipped=both("""\
+        return results
+
     def __del__(self):
-        if hasattr(self, "executor"):
 """),
         repaired='''\
+        return results
+
     def _run(self, scheduler_output):
         """One forward; then drop the requests whose whole prompt is computed.
 
@@ -908,7 +930,6 @@ def _patched_forward(
         return states
 
     def __del__(self):
-        if hasattr(self, "executor"):
 ''',
     ),
 )
@@ -928,7 +949,7 @@ def repairs_of(file: str, version: str) -> list[Repair]:
 
 
 def place_state(source: str, repair: Repair, version: str) -> str:
-    """'ours', 'original' or 'foreign'. The repaired text may contain the shipped one, so it is looked for first."""
+    """'ours', 'original' or 'foreign'. No place's shipped text is part of what the repairs put in."""
     if source.count(repair.repaired) == 1:
         return "ours"
     return "original" if source.count(repair.shipped[version]) == 1 else "foreign"
@@ -940,10 +961,11 @@ def repair_source(source: str, file: str, version: str) -> str:
     Raises CannotRepair, naming file, line, expected and found, if a place is neither as shipped nor as repaired, or
     if the result is no Python.
     """
-    for repair in repairs_of(file, version):
-        state = place_state(source, repair, version)
-        if state == "foreign":
-            raise CannotRepair(describe_foreign(source, repair, version))
+    states = [(repair, place_state(source, repair, version)) for repair in repairs_of(file, version)]
+    foreign = [describe_foreign(source, repair, version) for repair, state in states if state == "foreign"]
+    if foreign:
+        raise CannotRepair("\n".join(foreign))
+    for repair, state in states:
         if state == "original":
             source = source.replace(repair.shipped[version], repair.repaired)
     try:
@@ -1139,9 +1161,9 @@ def replace_all(contents: dict[Path, bytes]) -> None:
 
     By renaming, never by writing into a file: installers share files between environments by hard links.
     """
-    before = {path: path.read_bytes() for path in contents if path.exists()}
-    staged, replaced = {}, []
+    before, staged, replaced = {}, {}, []
     try:
+        before = {path: path.read_bytes() for path in contents if path.exists()}
         for path, data in contents.items():
             staged[path] = stage(path, data, like=path if path.exists() else path.with_suffix(""))
         for path, temporary in staged.items():

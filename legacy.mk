@@ -10,4 +10,4 @@ LEGACY_PYTHON ?= python3.11
 	touch $@
 
 test-legacy: .venv-legacy/installed
-	.venv-legacy/bin/python -m pytest tests/legacy --confcutdir=tests/legacy -o norecursedirs=
+	.venv-legacy/bin/python -m pytest tests/legacy --confcutdir=tests/legacy -o norecursedirs= -o "pythonpath=. tests"
