@@ -2,7 +2,7 @@
 
 Every tensor-parallel rank runs it, since all take part in the self-check's logits; rank 0 alone has the rows copied to
 its host and written to shards, by threads of its own process, so no tensor crosses an RPC. The driver
-(eagle3/extract.py) says through `additional_config` what to capture, through `open_shards` what each shard will
+(eagle3/extract.py) says through `additional_config` what to capture, through `open_shard` what each shard will
 hold, and through a request's `extra_args` which sample it is.
 """
 
@@ -118,11 +118,11 @@ class HiddenStatesWorker(PlatformWorker):
 
     # Called by the driver through collective_rpc.
 
-    def open_shards(self, contents: list[dict[str, Any]]) -> None:
-        """Create the temporary files of the shards that the next requests belong to."""
+    def open_shard(self, content: dict[str, Any]) -> None:
+        """Create the temporary file of the shard that the next requests belong to."""
         if self.rank == 0:
-            for content in map(ShardContent.receive, contents):
-                self.writers[content.index] = ShardWriter(Path(self.plan.output_dir), content, self.form)
+            received = ShardContent.receive(content)
+            self.writers[received.index] = ShardWriter(Path(self.plan.output_dir), received, self.form)
 
     def capture_status(self) -> dict[str, Any] | None:
         """What rank 0 has done since the last call: finished shards, tokens, the self-check, what went wrong."""

@@ -4,6 +4,8 @@ vllm is imported inside the functions, so that a script's `--help` and its check
 """
 
 import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,10 +14,20 @@ from eagle3.target import Target
 
 if TYPE_CHECKING:
     import torch
-    from vllm import LLM
+    from vllm import LLM, RequestOutput, SamplingParams
+
 
 CPU_KV_CACHE_GIB = 2  # --gpu-memory-utilization means a share of the GPU; CPU memory is shared with other programs
-GPU_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}  # the target is a local folder: no network
+ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}  # the target is a local folder: no network
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt for the engine: token ids and vLLM's SamplingParams."""
+
+    id: str
+    prompt_ids: list[int]
+    params: "SamplingParams"
 
 
 def on_cpu() -> bool:
@@ -43,7 +55,7 @@ def versions() -> dict[str, str]:
 
 def prepare_environment(tp_size: int) -> None:
     """Set what vLLM reads from the environment, where the user has not set it. Call before anything imports vllm."""
-    for name, value in GPU_ENVIRONMENT.items():
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if on_cpu() and tp_size > 1:  # vLLM's own binding fails with "Not enough allowed NUMA nodes"
         cpus = sorted(os.sched_getaffinity(0))
@@ -68,3 +80,24 @@ def start(model: Path, *, tp_size: int, gpu_memory_utilization: float, max_model
     else:
         arguments["gpu_memory_utilization"] = gpu_memory_utilization
     return LLM(**arguments | more)
+
+
+def stream(llm: "LLM", requests: Iterable[Request], ahead: int) -> Iterator["RequestOutput"]:
+    """Run requests and yield each as it finishes. At least `ahead` prompt tokens are kept queued, so that the
+    scheduler never runs dry and memory does not grow with the number of requests."""
+    waiting, queued = iter(requests), 0
+    while True:
+        while queued < ahead and (request := next(waiting, None)) is not None:
+            llm.llm_engine.add_request(request.id, {"prompt_token_ids": request.prompt_ids}, request.params)
+            queued += len(request.prompt_ids)
+        if not llm.llm_engine.has_unfinished_requests():
+            return
+        for output in llm.llm_engine.step():
+            if output.finished:
+                queued -= len(output.prompt_token_ids)
+                yield output
+
+
+def stop(llm: "LLM") -> None:
+    """End the engine's processes and give back its memory."""
+    llm.llm_engine.engine_core.shutdown()

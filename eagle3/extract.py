@@ -5,6 +5,7 @@ there is: a run that was killed goes on with the shards that are missing.
 """
 
 import fcntl
+import logging
 import os
 import shutil
 import signal
@@ -253,7 +254,7 @@ def extract(extraction: Extraction) -> None:
         try:
             _Run(extraction, llm).over(missing)
         finally:
-            llm.llm_engine.engine_core.shutdown()
+            engine.stop(llm)
     print(f"done: {len(extraction.rows):,} samples in {len(extraction.plan)} shards under {extraction.folder}")
 
 
@@ -261,8 +262,9 @@ def start_engine(extraction: Extraction) -> "LLM":
     """Load the target with the capturing worker, set up for prefill alone."""
     options = extraction.options
     step_tokens = options.batch_size * options.max_seq_len
+    # vLLM warms up a chat template even where there is no tokenizer, and logs a traceback about it
+    logging.getLogger("vllm.renderers.base").setLevel(logging.ERROR)
     plan = {
-        "layer_ids": extraction.layer_ids,
         "output_dir": str(extraction.folder.resolve()),
         "shared": extraction.metadata["shared"],
         "driver_pid": os.getpid(),
@@ -285,26 +287,22 @@ def start_engine(extraction: Extraction) -> "LLM":
 
 
 class _Run:
-    """One pass of the engine over missing shards: feeds requests, watches the worker, reports."""
+    """One pass of the engine over missing shards: opens shards, queues their samples, watches the worker."""
 
     def __init__(self, extraction: Extraction, llm: "LLM") -> None:
-        self.extraction, self.llm, self.engine = extraction, llm, llm.llm_engine
+        self.extraction, self.llm = extraction, llm
         self.stopping = False
-        self.queued_tokens = 0
         self.last_status = 0.0
         self.check_line = ""
 
     def over(self, missing: list[int]) -> None:
         """Make the shards `missing`; RuntimeError if the worker finds a fault or a shard did not come about."""
+        options = self.extraction.options
+        ahead = STEPS_AHEAD * options.batch_size * options.max_seq_len
         with _on_sigterm(self._stop), Progress("extract", self.extraction.tokens_of(missing), "tokens") as progress:
-            waiting = iter(missing)
-            self._feed(waiting)
-            while self.engine.has_unfinished_requests():
-                for output in self.engine.step():
-                    self.queued_tokens -= len(output.prompt_token_ids)
-                    progress.update(len(output.prompt_token_ids), self.check_line)
+            for output in engine.stream(self.llm, self._requests(missing), ahead):
+                progress.update(len(output.prompt_token_ids), self.check_line)
                 self._watch()
-                self._feed(waiting)
             self.llm.collective_rpc("close_capture")
             self._watch(now=True)
         print(self.check_line)
@@ -314,27 +312,20 @@ class _Run:
         print("stopping: finishing the shards at hand", flush=True)
         self.stopping = True
 
-    def _feed(self, waiting: Iterator[int]) -> None:
-        """Open shards and queue their samples until enough steps are queued."""
-        options = self.extraction.options
-        wanted = STEPS_AHEAD * options.batch_size * options.max_seq_len
-        opened = []
-        while self.queued_tokens < wanted and not self.stopping and (index := next(waiting, None)) is not None:
-            opened.append(self.extraction.content(index))
-            self.queued_tokens += opened[-1].num_tokens
-        if opened:
-            self.llm.collective_rpc("open_shards", args=([c.message() for c in opened],))
-        for content in opened:
-            self._queue(content)
-
-    def _queue(self, content: shards.ShardContent) -> None:
+    def _requests(self, missing: list[int]) -> Iterator[engine.Request]:
+        """The samples of the missing shards; each shard is opened in the worker before its first sample."""
         from vllm import SamplingParams
 
-        for sample, sample_id in enumerate(content.sample_ids):
-            ids = content.input_ids[content.offsets[sample] : content.offsets[sample + 1]].tolist()
-            identity = {capture.SAMPLE_KEY: [content.index, sample, sample_id]}
-            params = SamplingParams(temperature=0, max_tokens=1, detokenize=False, extra_args=identity)
-            self.engine.add_request(f"{content.index}-{sample}", {"prompt_token_ids": ids}, params)
+        for index in missing:
+            if self.stopping:
+                return
+            content = self.extraction.content(index)
+            self.llm.collective_rpc("open_shard", args=(content.message(),))
+            for sample, sample_id in enumerate(content.sample_ids):
+                ids = content.input_ids[content.offsets[sample] : content.offsets[sample + 1]].tolist()
+                identity = {capture.SAMPLE_KEY: [index, sample, sample_id]}
+                params = SamplingParams(temperature=0, max_tokens=1, detokenize=False, extra_args=identity)
+                yield engine.Request(f"{index}-{sample}", ids, params)
 
     def _watch(self, *, now: bool = False) -> None:
         """Ask the worker how it is; at once after the first step, then every second."""

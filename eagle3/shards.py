@@ -123,8 +123,8 @@ class ShardWriter:
             self._rows[sample], self._digests[sample] = 0, xxhash.xxh3_64()
         if row != self._rows[sample] or row + len(states) > length:
             raise RuntimeError(
-                f"{self.path.name}, sample {self.content.sample_ids[sample]!r}: expected rows from {self._rows[sample]} "
-                f"up to {length}, captured {row} to {row + len(states)}"
+                f"{self.path.name}, sample {self.content.sample_ids[sample]!r}: expected rows from "
+                f"{self._rows[sample]} up to {length}, captured {row} to {row + len(states)}"
             )
         at = int(self.content.offsets[sample]) + row
         self._write_rows("hidden_states", at, states, sample)
