@@ -1,7 +1,8 @@
 """The draft as vLLM serves it: config.json and model.safetensors in the layout of speculators.
 
-The embedding is left out: vLLM and speculators then take the target's own, so it can never differ from it, and for
-Kimi-K2.5 the draft is 2.3 GB smaller.
+The embedding is written bit for bit as the target has it, and vLLM, seeing them equal, serves both from one copy. vLLM
+could do without it, but speculators 0.9.0 computes with uninitialised memory where it is absent (it looks for NaN to
+tell that it was not loaded).
 """
 
 import os
@@ -16,11 +17,10 @@ from safetensors.torch import save_file
 from eagle3 import files, layers
 from eagle3.checkpoint import flush_folder
 from eagle3.draft import Draft, DraftConfig
-from eagle3.target import Target
+from eagle3.target import EMBEDDING, Target
 from eagle3.vocab import DraftVocab
 
 SPECULATORS_VERSION = "0.9.0"  # whose layout this is
-EMBEDDING = "embed_tokens.weight"
 
 
 def export(
@@ -44,8 +44,11 @@ def export(
 
 
 def tensors(draft: Draft, vocab: DraftVocab, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The file's tensors: the draft's weights in `dtype`; with a reduced vocabulary d2t int64 [D] and t2d bool [V]."""
-    weights = {k: v.to("cpu", dtype).contiguous() for k, v in draft.state_dict().items() if k != EMBEDDING}
+    """What the file holds: weights in `dtype`, the embedding as it is; d2t int64 [D], t2d bool [V] if reduced."""
+    weights = {
+        name: weight.to("cpu", weight.dtype if name == EMBEDDING else dtype).contiguous()
+        for name, weight in draft.state_dict().items()
+    }
     if vocab.ids is None:
         return weights
     return weights | {"d2t": torch.from_numpy(vocab.d2t), "t2d": torch.from_numpy(vocab.t2d)}

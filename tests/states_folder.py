@@ -47,14 +47,14 @@ def write_shards(folder, samples, *, dtype=torch.float32, per_shard=3, shared=No
     return len(groups)
 
 
-def write_hidden_states(folder: Path, target: Target, samples, layer_ids, vocab: DraftVocab, **changes) -> Path:
-    """A whole folder: shards, metadata.json, draft_vocab.json. `changes` replace entries of the shared metadata."""
+def write_hidden_states(folder: Path, of: Target, samples, layer_ids, vocab: DraftVocab, **changes) -> Path:
+    """A whole folder of target `of`. `changes` replace entries of the metadata that the shards share."""
     shared = {
         "layer_ids": layer_ids,
         "layer_convention": layers.CONVENTION,
         "storage_dtype": "float32",
         "engine_dtype": "float32",
-        "target": target.fingerprint,
+        "target": of.fingerprint,
         "versions": {"torch": torch.__version__},
     } | changes
     num_shards = write_shards(folder, samples, shared=shared)
@@ -73,7 +73,7 @@ def write_hidden_states(folder: Path, target: Target, samples, layer_ids, vocab:
 
 
 def model_samples(model_path: Path, layer_ids, count=12, seed=0):
-    """Samples that the target itself continues greedily, with its own states at `layer_ids` (the last before the norm)."""
+    """Samples that the target itself continues greedily, with its own states at `layer_ids` (pre-norm)."""
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()

@@ -1,14 +1,14 @@
-"""Packed batches: every sample once an epoch, the same order for any number of ranks, the states as they were stored."""
+"""Packed batches: every sample once an epoch, one order for any number of ranks, states as they were stored."""
 
 import itertools
 
 import numpy as np
 import pytest
 import torch
+from states_folder import random_samples, write_shards
 
 from eagle3.batches import Schedule, check_fit, loss_mask, pack, read_ahead, read_pack, split
 from eagle3.shards import ShardSet
-from tests.states_folder import random_samples, write_shards
 
 LENGTHS = [5, 9, 3, 12, 7, 4, 10]
 CPU = torch.device("cpu")
