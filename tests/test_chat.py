@@ -6,8 +6,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from chat_targets import CASES, EXPECTED, GOLDEN, TARGETS, THINK, TOOLS, assistant, target_folder, user
-from hypothesis import HealthCheck, given, settings
+from chat_targets import CASES, EXPECTED, GOLDEN, TARGETS, TOOLS, assistant, target_folder, user
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from eagle3 import chat
@@ -71,9 +71,7 @@ def test_prompt_ids_are_those_of_the_template(name):
     assert loaded(name).prompt_ids(messages) == expected
 
 
-TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40).filter(
-    lambda text: text.strip() and not any(tag in text for tag in THINK)
-)
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40).filter(str.strip)
 
 
 @pytest.mark.parametrize("name", LOCAL)
@@ -82,6 +80,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=4
 def test_supervised_spans_give_back_the_answers(name, turns):
     """Property: decoding the supervised spans gives each answer and its end token, once, in order; the prompt before an
     answer has exactly the server's ids."""
+    assume(not any(loaded(name)._control.search(text) for turn in turns for text in turn))  # a drop, tested below
     row = {"messages": [m for question, answer in turns for m in (user(question), assistant(answer))]}
     made = samples(name, row)
     spans = [span for sample in made for span in supervised(name, sample)]
@@ -240,9 +239,10 @@ def test_typed_control_tokens_never_become_structure(name):
 def test_border_inside_a_token_keeps_the_servers_prompt():
     """Where the end of a prompt and the answer would merge into one token, the prompt keeps the ids it has alone."""
     llama = loaded("llama3")
-    header, more = "<|eot_id|>th", "e"
-    assert len(llama.encode("the")) == 1 < len(llama.encode("th")) + len(llama.encode("e"))
-    assert llama._continuation(header, more) == llama.encode("e")
+    merged = next(t for t in llama.tokenizer.get_vocab() if len(t) == 2 and t.isalpha() and t.isascii())
+    header, more = f"<|eot_id|>{merged[0]}", merged[1]
+    assert llama.encode(header + more) != llama.encode(header) + llama.encode(more)
+    assert llama._continuation(header, more) == llama.encode(more)
     assert llama._continuation(header, more, exact=True) is None
 
 
