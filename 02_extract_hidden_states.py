@@ -52,7 +52,8 @@ def check(args: argparse.Namespace) -> "tuple[Extraction, argparse.Namespace]":
 
 
 def work(plan: "tuple[Extraction, argparse.Namespace]") -> None:
-    from eagle3.extract import extract, locked
+    from eagle3.extract import extract
+    from eagle3.files import locked
 
     extraction, args = plan
     if not args.check_only:

@@ -4,7 +4,6 @@ The plan fixes which samples each shard holds before anything runs, so the set o
 there is: a run that was killed goes on with the shards that are missing.
 """
 
-import fcntl
 import logging
 import os
 import shutil
@@ -183,27 +182,6 @@ def clear(folder: Path) -> None:
     """Delete what an extraction has written into a folder."""
     for path in [*shards.shard_paths(folder), folder / shards.METADATA, folder / vocab.FILE]:
         path.unlink(missing_ok=True)
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder for this process; ValueError if another run holds it. Clears leftover temporary files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.seek(0)
-            raise ValueError(
-                f"--output-dir {folder}: another run writes there (process {lock.read().strip()})"
-            ) from None
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
-        for leftover in folder.glob(f".*{files.TEMPORARY_SUFFIX}"):
-            print(f"removed {leftover.name}, left over from a run that was killed")
-            leftover.unlink()
-        yield
 
 
 def missing_shards(extraction: Extraction) -> list[int]:

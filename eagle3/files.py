@@ -1,8 +1,10 @@
 """Files that are whole or absent: atomic writes, JSON, hashes."""
 
+import fcntl
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +39,27 @@ def atomic(path: Path) -> Iterator[Path]:
         publish(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder for this process; ValueError if another run holds it. Clears leftover temporary files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            raise ValueError(
+                f"--output-dir {folder}: another run writes there (process {lock.read().strip()})"
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        for leftover in folder.glob(f".*{TEMPORARY_SUFFIX}"):
+            print(f"removed {leftover.name}, left over from a run that was killed")
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        yield
 
 
 def write_json(path: Path, content: Any) -> None:
