@@ -119,7 +119,7 @@ def check(args: argparse.Namespace) -> "Plan":
         show=args.show,
         overwrite=args.overwrite,
     )
-    prepare.is_done(plan)
+    prepare.check(plan)
     print(*prepare.describe(plan), sep="\n", flush=True)
     return plan
 
@@ -127,7 +127,7 @@ def check(args: argparse.Namespace) -> "Plan":
 def work(plan: "Plan") -> None:
     from eagle3 import prepare
 
-    if prepare.is_done(plan):
+    if prepare.check(plan):
         print(f"{plan.output} already holds this data: nothing to do (--overwrite makes it again)")
     else:
         print(*prepare.run(plan), sep="\n")

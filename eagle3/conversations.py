@@ -93,11 +93,13 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A row that came tokenised: `input_ids` and `loss_mask` of one length."""
+    """A row that came tokenised: `input_ids` and `loss_mask` of one length; `tokenizer`: its hash, where given."""
 
     id: str
     input_ids: list[int]
     loss_mask: list[int]
+    tokenizer: str | None = None
+    cut: bool = False
     format: str = "tokenized"
 
     @property
@@ -185,7 +187,9 @@ def _open(path: Path, file: IO[bytes]) -> IO[bytes]:
     if path.suffix.lower() == ".gz":
         return gzip.open(file, "rb")
     if path.suffix.lower() == ".zst":
-        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True))
+        return io.BufferedReader(
+            zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True, closefd=False)
+        )
     return file
 
 
@@ -286,9 +290,13 @@ def parse(raw: Raw, format: str = "auto", roles: Mapping[str, str] = ROLES) -> C
         messages=messages,
         tools=tools,
         category=None if category is None else str(category),
-        cut=row.get("finish_reason") == "length",
+        cut=_is_cut(row),
         format=format,
     )
+
+
+def _is_cut(row: Mapping[str, Any]) -> bool:
+    return row.get("finish_reason") == "length"
 
 
 def _decode(content: bytes | dict[str, Any]) -> dict[str, Any]:
@@ -391,7 +399,13 @@ def _tokens(row: Mapping[str, Any]) -> Tokens:
     if not isinstance(mask, list) or len(mask) != len(ids) or not all(m in (0, 1) for m in mask):
         raise Drop("bad_tokens", f"loss_mask must hold {len(ids)} entries of 0 or 1, one for each of input_ids")
     row_id = _first(row, ID_KEYS)
-    return Tokens(files.sha256_json([ids, mask])[:32] if row_id is None else str(row_id), ids, [int(m) for m in mask])
+    return Tokens(
+        id=files.sha256_json([ids, mask])[:32] if row_id is None else str(row_id),
+        input_ids=ids,
+        loss_mask=[int(m) for m in mask],
+        tokenizer=row.get("tokenizer"),
+        cut=_is_cut(row),
+    )
 
 
 def _message(turn: Any, roles: Mapping[str, str]) -> Message:
@@ -463,6 +477,11 @@ def _answer(turn: Mapping[str, Any], content: Any, reasoning: str) -> Message:
     return message
 
 
+def answer(text: str) -> Message:
+    """A target's answer as it was generated, as a message: reasoning that a closing tag ends is split off."""
+    return {"role": "assistant", **_answer({}, text, "")}
+
+
 def split_reasoning(content: Any) -> tuple[str, Any]:
     """Reasoning and answer of `<think>reasoning</think>answer`, also where the prompt supplied the opening tag.
 
@@ -484,7 +503,7 @@ def _tool_call(call: Any) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str) and arguments:
         arguments = _json_string(arguments, "bad_tool_call")
-    if not isinstance(arguments or {}, dict):
+    if not isinstance({} if arguments in (None, "") else arguments, dict):
         raise Drop("bad_tool_call", f"arguments must be a JSON object, found {type(arguments).__name__}")
     known = {"id": str(call["id"])} if call.get("id") is not None else {}
     return known | {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}

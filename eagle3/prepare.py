@@ -117,10 +117,16 @@ class Rows:
             raise Drop(
                 "bad_tokens", f"id {max(row.input_ids)}, but the target has {self.chat.target.vocab_size} tokens"
             )
+        expected = self.chat.target.fingerprint["tokenizer"]
+        if row.tokenizer not in (None, expected):
+            raise Drop(
+                "other_tokenizer", f"made with the tokenizer {row.tokenizer[:12]}, the target's is {expected[:12]}"
+            )
         line = self._line(row.id, row.input_ids, row.loss_mask)
         if not len(line.supervised):
             raise Drop("no_supervised_token", f"no 1 among the first {line.length} entries of its loss_mask")
-        return Kept(row.key, row.format, [line], 1, int(len(row.input_ids) > line.length))
+        clipped = row.cut or len(row.input_ids) > line.length
+        return Kept(row.key, row.format, [line], answers=1, clipped=int(clipped))
 
     def _conversation(self, row: conversations.Conversation) -> Kept:
         made = self.chat.samples(row, self.settings.max_seq_len, self.settings.turns)
@@ -133,7 +139,7 @@ class Rows:
                 for n, s in enumerate(made.samples, 1)
             ],
             answers=sum(s.answers for s in made.samples),
-            clipped=sum(len(s.input_ids) > self.settings.max_seq_len for s in made.samples) + row.cut,
+            clipped=max(row.cut, sum(len(s.input_ids) > self.settings.max_seq_len for s in made.samples)),
             left_out=made.left_out,
             reasoning_left_out=made.reasoning_left_out,
         )
@@ -230,7 +236,13 @@ def default_workers(inputs: Iterable[Path]) -> int:
     return max(1, min(len(os.sched_getaffinity(0)), size // WORKER_BYTES))
 
 
-def is_done(plan: Plan) -> bool:
+def check(plan: Plan) -> bool:
+    """Refuse with ValueError what can be refused before rows are read; return whether there is nothing left to do."""
+    vocab.choose(np.zeros(plan.target.vocab_size), plan.settings.draft_vocab_size, plan.chat.special_ids)
+    return _is_done(plan)
+
+
+def _is_done(plan: Plan) -> bool:
     """Whether the output folder already holds this very preparation. ValueError if it holds another one."""
     path = plan.output / prepared.METADATA
     if plan.overwrite or not path.is_file():
