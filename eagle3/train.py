@@ -10,6 +10,7 @@ import math
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
@@ -97,7 +98,11 @@ def plan_run(args: argparse.Namespace) -> Run:
     target = Target.open(args.model_path)
     states = HiddenStates.open(args.hidden_states, target)
     check_fit(states.data, settings.batch_tokens)
-    split(states.data.sample_ids, settings.eval_fraction)
+    train_samples, _ = split(states.data.sample_ids, settings.eval_fraction)
+    if not supervised_counts(*loss_mask(states.data, train_samples), 1).any():
+        raise ValueError(
+            f"--hidden-states {args.hidden_states}: no sample has two generated tokens in a row to learn from"
+        )
     DraftConfig.for_target(target, states.vocab)
     check_trackers(args.track)
     run = Run(
@@ -128,23 +133,23 @@ def _initial(settings: Settings, states: HiddenStates, target: Target) -> Initia
 
 def run_training(run: Run) -> bool:
     """Train `run` to its end and say so; False if it was asked to stop before."""
+    if (before := run.position()).finished:
+        print(f"finished before, at step {before.step}: the draft is {run.folder / DRAFT}")
+        return True
     ranks = Ranks.join()
     try:
-        if (before := run.position()).finished:
-            ranks.say(f"finished before, at step {before.step}: the draft is {run.folder / DRAFT}")
-            return True
-        trainer = Trainer.start(run, ranks)
-        trainer.announce()
-        position = train(trainer)
-        if position.finished:
-            ranks.say(
-                f"done: {position.step} steps, the best draft (step {position.best_step}) is {run.folder / DRAFT}"
-            )
-        else:
-            ranks.say(f"stopped after step {position.step} of {trainer.num_steps}: the same command goes on from there")
-        return position.finished
+        with files.locked(run.folder) if ranks.first else nullcontext():
+            trainer = Trainer.start(run, ranks)
+            trainer.announce()
+            position = train(trainer)
     finally:
         ranks.leave()
+    draft = run.folder / DRAFT
+    if position.finished:
+        ranks.say(f"done: {position.step} steps, the best draft (step {position.best_step}) is {draft}")
+    else:
+        ranks.say(f"stopped after step {position.step} of {trainer.num_steps}: the same command goes on from there")
+    return position.finished
 
 
 class StopRequest:
@@ -217,8 +222,11 @@ class Trainer:
         """What is about to be done, in numbers."""
         run, position, schedule = self.run, self.position, self.schedule
         trained = sum(p.numel() for p in self.optimizer.parameters.values())
+        tokens = schedule.lengths[schedule.samples].sum()
+        rows = supervised_counts(*loss_mask(run.states.data, schedule.samples), 1).item()
         self.ranks.say(
-            f"data: {len(schedule.samples):,} samples to train on, {sum(map(len, self.eval_packs)):,} held out\n"
+            f"data: {len(schedule.samples):,} samples to train on, {tokens:,} tokens, {rows:,} supervised rows; "
+            f"{sum(map(len, self.eval_packs)):,} samples held out\n"
             f"draft: {trained:,} trained weights, vocabulary {run.states.vocab.size:,} of {run.target.vocab_size:,}, "
             f"layers {run.states.layer_ids}\n"
             f"steps: {self.num_steps:,} of {schedule.packs_per_step} packs of {schedule.budget:,} tokens, "

@@ -13,6 +13,7 @@ from states_folder import random_samples, write_hidden_states
 from training_run import LAYER_IDS, SCRIPT, arguments, draft_vocab, planned, script, write_states
 
 from eagle3 import checkpoint, cli, train
+from eagle3.files import locked
 from eagle3.metrics import check_trackers, means_of
 from eagle3.optim import learning_rate
 from eagle3.ranks import Ranks
@@ -239,3 +240,30 @@ def test_a_tracker_that_is_not_installed_is_refused_by_name(tiny_llama, states, 
     check_trackers(["tensorboard"])
     with pytest.raises(ValueError, match=r"--track no_such_tracker: the package is not installed"):
         check_trackers(["no_such_tracker"])
+
+
+def test_samples_without_an_answer_are_refused(tiny_llama, tmp_path):
+    """All masks zero: the loss would be a healthy-looking 0."""
+    samples = [(ids, mask * 0, states) for ids, mask, states in random_samples([20] * 10, 4, 64, 512)]
+    folder = write_hidden_states(tmp_path / "states", Target.open(tiny_llama), samples, LAYER_IDS, draft_vocab())
+    with pytest.raises(ValueError, match="no sample has two generated tokens in a row to learn from"):
+        planned(tiny_llama, folder, tmp_path / "run")
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tiny_llama, states, tmp_path):
+    """Two runs would remove each other's checkpoints."""
+    with locked(tmp_path), pytest.raises(ValueError, match=rf"--output-dir {tmp_path}: another run writes there"):
+        run_training(planned(tiny_llama, states, tmp_path))
+
+
+def test_a_batch_without_supervised_rows_is_harmless(tiny_llama, tmp_path):
+    """Most packs hold only a prompt: the others are trained on as if they were alone."""
+    samples = random_samples([20] * 10, num_layers=4, hidden_size=64, vocab_size=512)
+    for _, mask, _ in samples[1:]:
+        mask[:] = 0
+    folder = write_hidden_states(tmp_path / "states", Target.open(tiny_llama), samples, LAYER_IDS, draft_vocab())
+    run = planned(tiny_llama, folder, tmp_path / "run", batch_tokens=20, eval_fraction=0, log_interval=1, epochs=1)
+    assert run_training(run)
+    norms = [entry["grad_norm"] for entry in records(run.folder).values()]
+    assert len(norms) == 10 and sorted(norm > 0 for norm in norms) == [False] * 9 + [True]
+    assert run.position().skipped == 0
