@@ -52,6 +52,7 @@ class HiddenStatesWorker(PlatformWorker):
         if self.vllm_config.model_config.enforce_eager:
             self.witness = selfcheck.LayerWitness(self.route.decoder.layers, self.plan.layer_ids)
         if self.rank == 0:
+            print(f"capture route: {self.route.name}", flush=True)
             self.form = self.plan.shard_format(self.vllm_config.model_config.get_hidden_size())
             max_rows = self.vllm_config.scheduler_config.max_num_batched_tokens
             self.transfer = Transfer(self.device, self.form, max_rows)

@@ -1643,7 +1643,8 @@ def report(installed: Installed, files: list[SourceFile], rows: list[Row]) -> st
             line = line_of(file.source, repair, file.version)
             text = f"  line {line:<4} {state:<9} {repair.name}: {repair.why}"
             lines += textwrap.wrap(text, 118, subsequent_indent=" " * 22)
-    lines += ["", table(rows) if rows else "vLLM is not in this environment: the contract was not checked."]
+    reason = "the places above can't be repaired" if installed.vllm else "it is not in this environment"
+    lines += ["", table(rows) if rows else f"The contract with vLLM was not checked: {reason}."]
     return "\n".join(lines)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from eagle3 import patched_forward
 from eagle3.shards import ShardFormat
 
 if TYPE_CHECKING:
@@ -119,12 +120,21 @@ class Route:
 def open_route(runner: Any, aux_ids: list[int]) -> Route:
     """Ask the loaded target for its auxiliary layers, before anything is compiled. ValueError if it cannot."""
     model = runner.get_model()
-    if not hasattr(model, "set_aux_hidden_state_layers"):
-        raise ValueError(f"{type(model).__name__} in this vLLM has no set_aux_hidden_state_layers: use a newer vLLM")
-    model.set_aux_hidden_state_layers(tuple(aux_ids))
-    runner.use_aux_hidden_state_outputs = True
     language_model = model.get_language_model() if hasattr(model, "get_language_model") else model
-    return Route("set_aux_hidden_state_layers", language_model.model)
+    decoder = language_model.model
+    if hasattr(model, "set_aux_hidden_state_layers"):
+        model.set_aux_hidden_state_layers(tuple(aux_ids))
+        name = "set_aux_hidden_state_layers"
+    elif not (misfits := patched_forward.misfits(decoder)):
+        patched_forward.patch(decoder, aux_ids)
+        name = f"patched {type(decoder).__name__}.forward"
+    else:
+        raise ValueError(
+            f"{type(model).__name__} in this vLLM has no set_aux_hidden_state_layers, and its forward can't be "
+            f"patched: {'; '.join(misfits)}. Use a newer vLLM"
+        )
+    runner.use_aux_hidden_state_outputs = True
+    return Route(name, decoder)
 
 
 def storage_dtype(setting: str, engine_dtype: torch.dtype) -> torch.dtype:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 CPU_KV_CACHE_GIB = 2  # --gpu-memory-utilization means a share of the GPU; CPU memory is shared with other programs
+STUB_TOKENIZER = Path(__file__).parent / "stub_tokenizer"
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}  # the target is a local folder: no network
 
 
@@ -73,13 +74,36 @@ def start(model: Path, *, tp_size: int, gpu_memory_utilization: float, max_model
         "model": str(model),
         "tensor_parallel_size": tp_size,
         "max_model_len": max_model_len,
-        "language_model_only": True,
+        **_text_only(),
     }
     if on_cpu():
         arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE_GIB << 30
     else:
         arguments["gpu_memory_utilization"] = gpu_memory_utilization
     return LLM(**arguments | more)
+
+
+def _understands(argument: str) -> bool:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return argument in EngineArgs.__dataclass_fields__
+
+
+def _text_only() -> dict[str, Any]:
+    """Arguments that leave out a wrapper's vision weights; by modality in a vLLM without the switch (0.16)."""
+    if _understands("language_model_only"):
+        return {"language_model_only": True}
+    return {"limit_mm_per_prompt": dict.fromkeys(("image", "video", "audio", "vision_chunk"), 0)}
+
+
+def without_tokenizer() -> dict[str, Any]:
+    """Arguments that keep the target's tokenizer out of an engine that is fed token ids.
+
+    vLLM 0.16 builds the image processor of a wrapper even for text, and wants some tokenizer for it: a stub.
+    """
+    if _understands("language_model_only"):
+        return {"skip_tokenizer_init": True}
+    return {"tokenizer": str(STUB_TOKENIZER)}
 
 
 def stream(llm: "LLM", requests: Iterable[Request], ahead: int) -> Iterator["RequestOutput"]:

@@ -253,7 +253,7 @@ def start_engine(extraction: Extraction) -> "LLM":
         gpu_memory_utilization=options.gpu_memory_utilization,
         max_model_len=options.max_seq_len + 1,
         dtype=extraction.metadata["shared"]["engine_dtype"],
-        skip_tokenizer_init=True,
+        **engine.without_tokenizer(),
         enforce_eager=True,
         enable_prefix_caching=False,
         async_scheduling=False,

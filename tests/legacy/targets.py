@@ -45,6 +45,7 @@ class TinyTokenizer(PreTrainedTokenizerFast):
     pass
 """
 IMAGE_PROCESSOR_CODE = """\
+import torch
 from transformers.image_processing_utils import BaseImageProcessor
 
 
@@ -53,6 +54,13 @@ class TinyImageProcessor(BaseImageProcessor):
 
     def media_tokens_calculator(self, media):
         return 1
+
+    def preprocess(self, chunks):
+        num_patches = 4 * len(chunks)
+        return {
+            "pixel_values": torch.zeros(num_patches, 3, 14, 14),
+            "grid_thws": torch.tensor([[1, 2, 2]] * len(chunks)),
+        }
 """
 CONFIG_CODE = "from vllm.transformers_utils.configs.kimi_k25 import KimiK25Config\n"
 

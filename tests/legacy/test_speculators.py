@@ -3,7 +3,6 @@
 Every run is a process of its own, as a user's is, with the wheel unpacked into a folder in front of site-packages.
 """
 
-import functools
 import json
 import os
 import random
@@ -48,20 +47,6 @@ class Run:
     def states(self, call: int, sample: int) -> list[torch.Tensor]:
         names = [f"{call}/{sample}/{index}" for index in range(len(self.tensors))]
         return [self.tensors[name] for name in names if name in self.tensors]
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("models")
-    targets.build_targets(root)
-    return root
-
-
-@pytest.fixture(scope="session")
-def reference(models):
-    """reference(target): Transformers' states, the model loaded once; kimi has the weights of deepseek."""
-    load = functools.cache(lambda name: targets.Reference(models, name))
-    return lambda name: load("deepseek" if name == "kimi" else name)
 
 
 @pytest.fixture
