@@ -133,18 +133,17 @@ def _initial(settings: Settings, states: HiddenStates, target: Target) -> Initia
 
 def run_training(run: Run) -> bool:
     """Train `run` to its end and say so; False if it was asked to stop before."""
-    if (before := run.position()).finished:
-        print(f"finished before, at step {before.step}: the draft is {run.folder / DRAFT}")
-        return True
-    ranks = Ranks.join()
+    ranks, draft = Ranks.join(), run.folder / DRAFT
     try:
+        if (before := run.position()).finished:
+            ranks.say(f"finished before, at step {before.step}: the draft is {draft}")
+            return True
         with files.locked(run.folder) if ranks.first else nullcontext():
             trainer = Trainer.start(run, ranks)
             trainer.announce()
             position = train(trainer)
     finally:
         ranks.leave()
-    draft = run.folder / DRAFT
     if position.finished:
         ranks.say(f"done: {position.step} steps, the best draft (step {position.best_step}) is {draft}")
     else:
@@ -185,6 +184,7 @@ class Trainer:
     schedule: Schedule
     eval_packs: list[Pack]
     num_steps: int
+    checkpoint_interval: int
     recorder: Recorder | None
 
     @classmethod
@@ -207,12 +207,10 @@ class Trainer:
         schedule = Schedule(data.lengths, samples, budget, position.packs_per_step, settings.seed, settings.epochs)
         num_steps = min(len(schedule), settings.max_steps or sys.maxsize)
         recorder = Recorder(run.folder, run.trackers, asdict(settings), position.step) if ranks.first else None
-        eval_packs = pack(data.lengths, held_out, budget)
-        return cls(run, ranks, draft, teacher, optimizer, position, schedule, eval_packs, num_steps, recorder)
-
-    @property
-    def checkpoint_interval(self) -> int:
-        return self.run.checkpoint_interval or len(self.schedule.epoch(0))
+        return cls(
+            run, ranks, draft, teacher, optimizer, position, schedule, pack(data.lengths, held_out, budget), num_steps,
+            run.checkpoint_interval or len(schedule.epoch(0)), recorder,
+        )  # fmt: skip
 
     def mine(self, packs: list[Pack]) -> list[Pack]:
         """This rank's packs of a step."""
@@ -307,7 +305,7 @@ def train(trainer: Trainer) -> Position:
                 window.add(sums, norm)
             else:
                 position.skipped += 1
-                check_skipped(position, norm)
+                check_skipped(trainer, norm)
             optimizer.zero_grad()
             position.step += 1
             tokens = sum(int(data.lengths[samples].sum()) for samples in packs)
@@ -324,9 +322,10 @@ def train(trainer: Trainer) -> Position:
     return position
 
 
-def check_skipped(position: Position, norm: float) -> None:
+def check_skipped(trainer: Trainer, norm: float) -> None:
     """Say that a step was skipped; RuntimeError above the share of such steps that a run may have."""
-    print(f"step {position.step + 1}: gradient norm {norm}, step skipped ({position.skipped} so far)", flush=True)
+    position = trainer.position
+    trainer.ranks.say(f"step {position.step + 1}: gradient norm {norm}, step skipped ({position.skipped} so far)")
     if position.skipped > max(MAX_SKIPPED, MAX_SKIPPED_SHARE * position.step):
         raise RuntimeError(
             f"{position.skipped} of {position.step + 1} steps had a gradient that is not finite: the states or the "
