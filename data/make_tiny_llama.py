@@ -30,12 +30,14 @@ def write_tokenizer(folder: Path) -> None:
     """The tokenizer's files, chat template included."""
     from transformers import PreTrainedTokenizerFast
 
+    backend = train_bpe(VOCAB_SIZE - len(SPECIAL_TOKENS), PATTERN)
+    backend.add_special_tokens(list(SPECIAL_TOKENS))
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=train_bpe(VOCAB_SIZE - len(SPECIAL_TOKENS), PATTERN),
+        tokenizer_object=backend,
         bos_token="<|endoftext|>",
         eos_token="<|im_end|>",
         pad_token="<|im_end|>",
-        additional_special_tokens=list(SPECIAL_TOKENS),
+        additional_special_tokens=["<|im_start|>"],
         chat_template=CHATML,
         model_max_length=2048,
     )
