@@ -1268,7 +1268,8 @@ def installed_version(package: Path | None) -> str:
     """The version in the dist-info folder beside a package; '?' if it has none."""
     if package is None:
         return "not found"
-    for metadata in sorted(package.parent.glob(f"{package.name}*.dist-info/METADATA")):
+    names = (package.name, f"{package.name}_cpu")  # vLLM's CPU build goes by another name
+    for metadata in [path for name in names for path in package.parent.glob(f"{name}-*.dist-info/METADATA")]:
         match = re.search(r"^Version: (\S+)", metadata.read_text(), re.MULTILINE)
         if match:
             return match.group(1)
@@ -1336,7 +1337,9 @@ What to do instead:
   - 02_extract_hidden_states.py of this project: its worker captures the states through vLLM's own interface and
     checks every batch; it needs no speculators.
   - speculators 0.9 with the vLLM that it names: its own data generation, made for that vLLM.
-  - or keep the scripts and install the pair that the patch is for: vllm==0.16.0 with speculators==0.3.0."""
+  - or keep the scripts and install the pair that the patch is for: vllm==0.16.0 with speculators==0.3.0. (With
+    vllm==0.11.0, for which speculators 0.3.0 was made, leave its files as shipped; they keep the faults that raise
+    nothing, see docs/speculators-0.3.0.md.)"""
 
 
 # ---------------------------------------------------------------------------------------------------------------

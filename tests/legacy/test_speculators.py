@@ -128,6 +128,18 @@ def worst_error(run: Run, reference: targets.Reference, calls: list) -> float:
     return worst
 
 
+def test_the_contract_of_the_pair_names_three_calls_and_the_repairs_fit(tmp_path):
+    """Read off the installed vLLM 0.16: errors 2, 6 and 7 are seen without a run; nothing breaks once repaired."""
+    site = unpack("0.3.0", tmp_path / "site")
+    command = [sys.executable, str(Path(fix.__file__)), "--check"]
+    process = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(site)}, capture_output=True, text=True)
+    assert process.returncode == fix.NEEDS_PATCH, process.stderr
+    lines = process.stdout.splitlines()
+    repaired = [line.partition("repaired by --apply: ")[2] for line in lines if "repaired by --apply: " in line]
+    assert repaired == ["unexpected", "missing", "missing"]
+    assert "BREAKS" not in process.stdout and sum(line.endswith(" fits") for line in lines) > 40
+
+
 # What each failure needs repaired to come up, in the order in which a user met them. Errors 3-11 come after the load.
 CHAIN = [
     ("tokenizer's remote code", "kimi", "contains custom code"),
