@@ -23,6 +23,7 @@ from eagle3.target import Target
 TURNS = ("each", "last")
 HARD_TEXT = "Grüße <think>你好</think> 🤷🏽‍♀️ 司马 é\n\n\n  x\t'll 1234567 \n"
 GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+MANY_ANSWERS = 8  # from which on rendering every prompt whole takes longer than the text itself
 LOOK_BACK = 64  # characters at the end of a prompt in which its header stands
 OPENING = re.compile(rf"(?:{THINK_OPEN}\s*)?(?:{THINK_CLOSE}\s*)?\Z")
 THOUGHT = re.compile(rf"\s*(?:{THINK_OPEN}(.*?))?{THINK_CLOSE}", re.DOTALL)
@@ -36,6 +37,16 @@ class Sample:
     input_ids: list[int]
     loss_mask: list[int]
     answers: int = 0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The answer at `place` of a conversation: after `prompt` the target says `completion`."""
+
+    place: int
+    prompt: str
+    completion: str
+    lost_reasoning: bool
 
 
 @dataclass
@@ -112,7 +123,7 @@ class Chat:
         """The sample of a one-question conversation; it shows how the template writes a turn."""
         messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
         try:
-            return self.samples(Conversation("probe", messages), 1 << 20).samples[0]
+            return self.samples(Conversation(messages), 1 << 20).samples[0]
         except Drop as drop:
             raise ValueError(
                 f"{self.target.path}: its chat template cannot write a plain conversation: {drop}"
@@ -170,25 +181,63 @@ class Chat:
         conversation from which nothing can be learnt.
         """
         self._check(conversation)
-        messages, tools = conversation.messages, conversation.tools
-        answers = [j for j, m in enumerate(messages) if m["role"] == "assistant"]
-        result = Samples()
-        for n, j in enumerate(answers[-1:] if turns == "last" else answers):
-            cut = conversation.cut and j == answers[-1]
-            if _is_empty(messages[j]) and not (cut and messages[j].get("reasoning")):
-                result.leave_out("empty_answer")
-                continue
-            prompt = self.prompt_text(messages[:j], tools)
-            completion, lost = self.completion(prompt, messages, j, tools, cut)
-            result.reasoning_left_out += lost
-            if not self._append(result.samples, prompt, completion, max_tokens):
-                result.leave_out("prompt_too_long", len(answers) - n if turns == "each" else 1)
-                break
+        answers = [j for j, m in enumerate(conversation.messages) if m["role"] == "assistant"]
+        answers = answers[-1:] if turns == "last" else answers
+        said = [j for j in answers if not _is_empty(conversation, j)]
+        if not said:
+            raise Drop("empty_answer", "no assistant turn says anything")
+        result = self._write(conversation, said, max_tokens, append=len(said) == len(answers) >= MANY_ANSWERS)
+        result.leave_out("empty_answer", len(answers) - len(said))
         if not result.samples:
-            reason = "prompt_too_long" if "prompt_too_long" in result.left_out else "empty_answer"
-            detail = {"prompt_too_long": f"its prompt has {max_tokens} tokens or more, so no answer is within reach"}
-            raise Drop(reason, detail.get(reason, "no assistant turn says anything"))
+            raise Drop("prompt_too_long", f"its prompt has {max_tokens} tokens or more, so no answer is within reach")
         return result
+
+    def _write(self, conversation: Conversation, answers: list[int], max_tokens: int, append: bool) -> Samples:
+        """The samples of the answers at these places; `append`: by `_appended` where that gives the same."""
+        if append:
+            result, last = self._collect(self._appended(conversation, answers), len(answers), max_tokens)
+            if last and last.prompt == self.prompt_text(conversation.messages[: last.place], conversation.tools):
+                return result
+        return self._collect(self._rendered(conversation, answers), len(answers), max_tokens)[0]
+
+    def _collect(self, turns: Iterator[Turn | None], num_turns: int, max_tokens: int) -> tuple[Samples, Turn | None]:
+        """The samples that the answers make until a prompt is too long, and the last answer that was looked at."""
+        result, turn = Samples(), None
+        for n, turn in enumerate(turns):
+            if turn is None:
+                break
+            if not self._append(result.samples, turn, max_tokens):
+                result.leave_out("prompt_too_long", num_turns - n)
+                break
+            result.reasoning_left_out += turn.lost_reasoning
+        return result, turn
+
+    def _rendered(self, conversation: Conversation, answers: list[int]) -> Iterator[Turn]:
+        """Each answer with its prompt, which is rendered whole."""
+        for place in answers:
+            before = conversation.messages[:place]
+            prompt = self.prompt_text(before, conversation.tools)
+            yield Turn(place, prompt, *self.completion(prompt, before, conversation, place))
+
+    def _appended(self, conversation: Conversation, answers: list[int]) -> Iterator[Turn | None]:
+        """The same where the template only appends, with work that grows with the text and not with its square.
+
+        A prompt is rendered after no more than the exchange before it, and what it adds to that is appended to the text
+        so far. None, and the end, where that exchange is not rendered as it was said.
+        """
+        messages, tools = conversation.messages, conversation.tools
+        lead, start, text, completion = messages[: _last_user(messages, answers[0])], 0, "", ""
+        for last, place in zip([None, *answers[:-1]], answers, strict=True):
+            before = messages[:place] if last is None else [*lead, *messages[start:place]]
+            prompt = self.prompt_text(before, tools)
+            known = "" if last is None else self.prompt_text([*lead, *messages[start:last]], tools) + completion
+            if not prompt.startswith(known):
+                yield None
+                return
+            text += completion + prompt[len(known) :]
+            completion, lost = self.completion(prompt, before, conversation, place)
+            yield Turn(place, text, completion, lost)
+            start = _last_user(messages, place)
 
     def _check(self, conversation: Conversation) -> None:
         """Drop a conversation whose roles or texts can train nothing."""
@@ -208,21 +257,24 @@ class Chat:
             raise Drop("control_token", f"{found!r} inside a tool's declaration")
 
     def completion(
-        self, prompt: str, messages: list[Message], j: int, tools: list[dict[str, Any]] | None, cut: bool = False
+        self, prompt: str, before: list[Message], conversation: Conversation, place: int
     ) -> tuple[str, bool]:
-        """What the target generates after `prompt` for answer `j`, and whether its reasoning had to be left out.
+        """What the target generates for the answer at `place` after `prompt`, which is the rendering of `before`.
+
+        Also whether the answer's reasoning had to be left out.
 
         Where the template's own rendering continues the prompt and keeps the reasoning, it is that. Otherwise the
         template rewrites the turn as history, and the reasoning goes back to where the generation prompt opened it.
         """
-        message, opening = messages[j], _opening(prompt)
+        message, opening = conversation.messages[place], _opening(prompt)
+        cut = _is_cut(conversation, place)
         if cut and (text := _unfinished(opening, message)) is not None:
             return text, False
         reasoning = message.get("reasoning", "")
         instant = opening.rstrip().endswith(THINK_CLOSE)  # the prompt itself says that there is no reasoning
         if reasoning and (instant or THINK_CLOSE not in self.template):
             message, reasoning = _without_reasoning(message), ""
-        tail = self._turn(prompt.removesuffix(opening), messages[:j], message, tools)
+        tail = self._turn_text(prompt.removesuffix(opening), before, message, conversation.tools)
         thought = THOUGHT.match(tail) if THINK_CLOSE in self.template else None
         kept = (thought.group(1) or "").strip() == reasoning.strip() if thought else not reasoning
         if kept and tail.startswith(opening):
@@ -230,10 +282,10 @@ class Chat:
         else:
             answer = tail[thought.end() :] if thought else tail
             text = _reasoned(opening, reasoning) + (answer if opening == THINK_OPEN else answer.lstrip("\n"))
-        lost = bool(messages[j].get("reasoning")) and not reasoning
+        lost = bool(conversation.messages[place].get("reasoning")) and not reasoning
         return (_without_end(text, message) if cut else self._to_end_of_turn(text)), lost
 
-    def _turn(self, head: str, before: list[Message], message: Message, tools: list[dict[str, Any]] | None) -> str:
+    def _turn_text(self, head: str, before: list[Message], message: Message, tools: list[dict[str, Any]] | None) -> str:
         """The template's own rendering of the turn `message` after the text `head`, the rendering of `before`.
 
         Where this turn makes the template take the reasoning out of the turns before it, it is rendered after turns
@@ -255,8 +307,9 @@ class Chat:
         ends = [m.end() for m in self._spoken.finditer(text)]
         return text[: ends[-1]] if ends and not text[ends[-1] :].strip() else text
 
-    def _append(self, samples: list[Sample], prompt: str, completion: str, max_tokens: int) -> bool:
-        """Continue the last sample with this answer where the prompt allows it, else begin one; False if too long."""
+    def _append(self, samples: list[Sample], turn: Turn, max_tokens: int) -> bool:
+        """Continue the last sample with this answer where its prompt does, else begin one; False if too long."""
+        prompt, completion = turn.prompt, turn.completion
         last = samples[-1] if samples else None
         more = None
         if last and prompt.startswith(last.text):
@@ -325,10 +378,22 @@ def _unfinished(opening: str, message: Message) -> str | None:
     return content if opened else None
 
 
-def _is_empty(message: Message) -> bool:
+def _is_cut(conversation: Conversation, place: int) -> bool:
+    return conversation.cut and all(m["role"] != "assistant" for m in conversation.messages[place + 1 :])
+
+
+def _is_empty(conversation: Conversation, place: int) -> bool:
+    """Whether an answer says and calls nothing; one that was cut in its reasoning says that."""
+    message = conversation.messages[place]
     content = message["content"]
     text = joined(content) if isinstance(content, list) else content
-    return not text.strip() and not message.get("tool_calls")
+    unfinished = message.get("reasoning") and _is_cut(conversation, place)
+    return not (text.strip() or message.get("tool_calls") or unfinished)
+
+
+def _last_user(messages: list[Message], place: int) -> int:
+    """The place of the last user turn before `place`; 0 if there is none."""
+    return next((j for j in reversed(range(place)) if messages[j]["role"] == "user"), 0)
 
 
 def _starts_thinking(message: Message) -> bool:
@@ -479,7 +544,7 @@ def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
         return tokenizer.encode(text)
 
     def backend(text: str) -> list[int]:
-        return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        return tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     quick = backend if tokenizer.is_fast else bare
     probe = HARD_TEXT + "".join(map(str, tokenizer.added_tokens_decoder.values()))

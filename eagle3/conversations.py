@@ -30,6 +30,7 @@ ROLES = {
     "function_response": "tool", "ipython": "tool",
 }  # fmt: skip
 ID_KEYS = ("id", "conversation_id", "uuid", "question_id", "prompt_id", "task_id")
+KEY_LENGTH = 32  # hexadecimal digits of a content hash
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 TEXT_PARTS = ("text", "input_text", "output_text")
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
@@ -76,35 +77,31 @@ class Drops:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in the one form. `cut`: the last answer was stopped by a length limit, so it has no end of turn."""
+    """Messages in the one form. `cut`: the last answer was stopped by a length limit, so it has no end of turn.
 
-    id: str
+    `key`: a hash of what is said, the same for two copies of one conversation; also the id of one that came without.
+    """
+
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
+    id: str = ""
+    key: str = ""
     category: str | None = None
     cut: bool = False
     format: str = "messages"
-
-    @property
-    def key(self) -> str:
-        """A hash of what is said, which is the same for two copies of one conversation."""
-        return content_key(self.messages, self.tools)
 
 
 @dataclass(frozen=True)
 class Tokens:
     """A row that came tokenised: `input_ids` and `loss_mask` of one length; `tokenizer`: its hash, where given."""
 
-    id: str
     input_ids: list[int]
     loss_mask: list[int]
+    id: str
+    key: str
     tokenizer: str | None = None
     cut: bool = False
     format: str = "tokenized"
-
-    @property
-    def key(self) -> str:
-        return files.sha256_json([self.input_ids, self.loss_mask])
 
 
 @dataclass(frozen=True)
@@ -283,16 +280,22 @@ def parse(raw: Raw, format: str = "auto", roles: Mapping[str, str] = ROLES) -> C
     messages = [_message(m, roles) for m in _turns(row, format)]
     tools = _tools(_first(row, ("tools", "functions")))
     _name_tool_calls(messages)
-    row_id = _first(row, ID_KEYS)
     category = _first(row, ("category", "task", "source"))
+    key = files.sha256_json([messages, tools])[:KEY_LENGTH]
     return Conversation(
-        id=content_key(messages, tools)[:32] if row_id is None else str(row_id),
         messages=messages,
         tools=tools,
+        id=_row_id(row, key),
+        key=key,
         category=None if category is None else str(category),
         cut=_is_cut(row),
         format=format,
     )
+
+
+def _row_id(row: Mapping[str, Any], key: str) -> str:
+    row_id = _first(row, ID_KEYS)
+    return key if row_id is None else str(row_id)
 
 
 def _is_cut(row: Mapping[str, Any]) -> bool:
@@ -398,11 +401,12 @@ def _tokens(row: Mapping[str, Any]) -> Tokens:
         raise Drop("bad_tokens", "input_ids must be a list of token ids")
     if not isinstance(mask, list) or len(mask) != len(ids) or not all(m in (0, 1) for m in mask):
         raise Drop("bad_tokens", f"loss_mask must hold {len(ids)} entries of 0 or 1, one for each of input_ids")
-    row_id = _first(row, ID_KEYS)
+    key = files.sha256_json([ids, mask])[:KEY_LENGTH]
     return Tokens(
-        id=files.sha256_json([ids, mask])[:32] if row_id is None else str(row_id),
         input_ids=ids,
         loss_mask=[int(m) for m in mask],
+        id=_row_id(row, key),
+        key=key,
         tokenizer=row.get("tokenizer"),
         cut=_is_cut(row),
     )
@@ -532,10 +536,6 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
     if not all(isinstance(t["function"], dict) and isinstance(t["function"].get("name"), str) for t in tools):
         raise Drop("bad_tools", "a tool without a function's name")
     return tools
-
-
-def content_key(messages: list[Message], tools: list[dict[str, Any]] | None) -> str:
-    return files.sha256_json({"messages": messages, "tools": tools})
 
 
 def read_prompts(paths: Iterable[Path | str], drops: Drops | None = None) -> Iterator[Prompt]:

@@ -366,7 +366,7 @@ def _write_samples(plan: Plan, tally: Tally, file: IO[str], outcomes: Iterator[t
 
 def _write_outcome(tally: Tally, file: IO[str], seen: Seen, where: str, outcome: Kept | Drop) -> None:
     tally.rows_in += 1
-    if isinstance(outcome, Kept) and not seen.add(f"content {outcome.key[:32]}"):
+    if isinstance(outcome, Kept) and not seen.add(f"content {outcome.key}"):
         outcome = Drop("duplicate", "the same content came before")
     if isinstance(outcome, Drop):
         tally.drops.add(where, outcome)

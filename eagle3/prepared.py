@@ -5,7 +5,7 @@ the target itself would generate. metadata.json holds the format, the target's f
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -27,11 +27,12 @@ class Row:
     loss_mask: np.ndarray
 
 
-def row_line(row_id: str, input_ids: Sequence[int], loss_mask: Sequence[int]) -> str:
+def row_line(row_id: str, input_ids: list[int], loss_mask: list[int]) -> str:
     """One line of a tokenized_data.jsonl, its newline included."""
     assert len(input_ids) == len(loss_mask), row_id
-    content = {"id": row_id, "input_ids": input_ids, "loss_mask": loss_mask}
-    return json.dumps(content, separators=(",", ":"), ensure_ascii=False) + "\n"
+    # str() of a list of int is JSON, and made in a third of the time that json.dumps takes.
+    ids, mask = (str(numbers).replace(" ", "") for numbers in (input_ids, loss_mask))
+    return f'{{"id":{json.dumps(row_id)},"input_ids":{ids},"loss_mask":{mask}}}\n'
 
 
 def write_row(file: IO[str], row: Row) -> None:

@@ -282,12 +282,50 @@ def test_kimi_tool_loop_keeps_reasoning_until_the_answer():
     assert loaded("kimi").encode(sample.text) == sample.input_ids
 
 
-def test_long_conversation_is_one_sample():
-    """400 short turns on a stable template are one sample, every answer supervised once."""
-    turns = [m for k in range(200) for m in (user(f"q{k}"), assistant(f"a{k}"))]
-    (sample,) = samples("llama3", {"messages": turns}, max_tokens=1 << 20)
-    assert supervised("llama3", sample) == [f"a{k}<|eot_id|>" for k in range(200)]
-    assert loaded("llama3").encode(sample.text) == sample.input_ids
+def exchanges(number: int, reasoning: bool = False) -> list[dict]:
+    """Questions and short answers, a tool call among every three."""
+    turns: list[dict] = [{"role": "system", "content": "s"}]
+    for k in range(number):
+        thought = {"reasoning": f"r{k}"} if reasoning else {}
+        turns += [user(f"q{k}")]
+        if k % 3 == 1:
+            turns += [
+                assistant("", tool_calls=[{"name": "f", "arguments": {"k": k}}]),
+                {"role": "tool", "content": f"t{k}"},
+            ]
+        turns += [assistant(f"a{k}", **thought)]
+    return turns
+
+
+@pytest.mark.parametrize("reasoning", [False, True])
+@pytest.mark.parametrize("name", LOCAL)
+def test_long_conversations_by_both_ways(name, reasoning, monkeypatch):
+    """A long conversation gives the samples that whole prompts give, also where the template rewrites history."""
+    row = {"messages": exchanges(12, reasoning)}
+    made = samples(name, row)
+    monkeypatch.setattr(chat, "MANY_ANSWERS", 1 << 30)
+    assert made == samples(name, row)
+    assert sum(s.answers for s in made) == 16
+
+
+@pytest.mark.parametrize("name", ["kimi", "llama3", "deepseek_v31_instant"])
+def test_400_short_turns_stay_linear(name, monkeypatch):
+    """400 turns are one sample; characters rendered and encoded grow with the text, not with its square."""
+    model, work = loaded(name), [0]
+    apply, encode = model._apply, model.encode
+    monkeypatch.setattr(model, "_apply", lambda *a: counted(apply(*a)))
+    monkeypatch.setattr(model, "encode", lambda text: encode(counted(text)))
+
+    def counted(text: str) -> str:
+        work[0] += len(text)
+        return text
+
+    turns = [m for k in range(200) for m in (user(f"question {k}"), assistant(f"answer {k}"))]
+    (sample,) = samples(name, {"messages": turns}, max_tokens=1 << 20)
+    start = "</think>" if name == "kimi" else ""
+    assert supervised(name, sample) == [f"{start}answer {k}{ENDS[name]}" for k in range(200)]
+    assert encode(sample.text) == sample.input_ids
+    assert work[0] < 30 * len(sample.text)  # rendering every prompt whole takes 200 times the text
 
 
 def test_unknown_template_setting_is_refused():

@@ -107,7 +107,7 @@ def test_d8_bad_row_between_good_ones(script):
 
 
 def test_d9_nothing_to_learn(script):
-    """D9: four kinds of empty conversation have four reasons; a file of them alone is an error and writes no dataset."""
+    """D9: four kinds of empty conversation have four reasons; a file of them alone writes no dataset and fails."""
     system = {"role": "system", "content": "s"}
     rows = [{"messages": m} for m in ([], [system], [user("a")], [user("a"), assistant("")])]
     code, folder, printed = script(rows)
