@@ -106,9 +106,12 @@ def without_tokenizer() -> dict[str, Any]:
     return {"tokenizer": str(STUB_TOKENIZER)}
 
 
-def stream(llm: "LLM", requests: Iterable[Request], ahead: int) -> Iterator["RequestOutput"]:
-    """Run requests and yield each as it finishes. At least `ahead` prompt tokens are kept queued, so that the
-    scheduler never runs dry and memory does not grow with the number of requests."""
+def steps(llm: "LLM", requests: Iterable[Request], ahead: int) -> Iterator["RequestOutput"]:
+    """Run requests and yield what each engine step brings for each of them.
+
+    At least `ahead` prompt tokens are kept queued, so that the scheduler never runs dry and memory does not grow with
+    the number of requests.
+    """
     waiting, queued = iter(requests), 0
     while True:
         while queued < ahead and (request := next(waiting, None)) is not None:
@@ -119,7 +122,12 @@ def stream(llm: "LLM", requests: Iterable[Request], ahead: int) -> Iterator["Req
         for output in llm.llm_engine.step():
             if output.finished:
                 queued -= len(output.prompt_token_ids)
-                yield output
+            yield output
+
+
+def stream(llm: "LLM", requests: Iterable[Request], ahead: int) -> Iterator["RequestOutput"]:
+    """As `steps`, but only the last output of each request."""
+    return (output for output in steps(llm, requests, ahead) if output.finished)
 
 
 def stop(llm: "LLM") -> None:
