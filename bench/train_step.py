@@ -87,7 +87,7 @@ def random_batch(case: Case, seed: int) -> PackedBatch:
     ids = torch.randint(vocabulary, (case.tokens,), device=case.device, generator=generator)
     position = torch.arange(case.tokens, device=case.device) % case.length
     mask = position >= round((1 - case.supervised) * case.length)
-    return PackedBatch(ids, states, mask, list(range(0, case.tokens + 1, case.length)))
+    return PackedBatch(ids, states, mask.cpu(), list(range(0, case.tokens + 1, case.length)))
 
 
 def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -109,8 +109,8 @@ def our_step(case: Case, draft: Draft, teacher: Teacher) -> Callable[[PackedBatc
     decay = DECAY ** torch.arange(case.steps, device=case.device)
 
     def step(batch: PackedBatch) -> None:
-        counts = supervised_counts(batch.loss_mask, batch.offsets, case.steps)
-        train(draft, optimizer, training_loss(draft, teacher, batch, decay / counts.clamp_min(1)).loss)
+        counts = supervised_counts(batch.loss_mask, batch.offsets, case.steps).clamp_min(1)
+        train(draft, optimizer, training_loss(draft, teacher, batch, decay / counts.to(case.device)).loss)
 
     return step
 
@@ -208,7 +208,7 @@ def peer_batch(case: Case, batch: PackedBatch) -> dict[str, torch.Tensor]:
         "hidden_states": batch.hidden_states[rows, :3].flatten(1),
         "verifier_last_hidden_states": batch.hidden_states[rows + 1, 3],
         "input_ids": batch.input_ids[rows + 1],
-        "loss_mask": batch.loss_mask[rows + 1],
+        "loss_mask": batch.loss_mask.to(case.device)[rows + 1],
         "document_ids": rows // case.length,
         "position_ids": 1 + position,
     }
@@ -228,8 +228,12 @@ def kept_rows(case: Case) -> torch.Tensor:
 
 
 def peer_step(case: Case, model: torch.nn.Module) -> Callable[[PackedBatch], None]:
+    import speculators.models.eagle3.metrics as metrics
     from speculators.losses import resolve_loss_config
 
+    if case.device.type == "cuda" and not hasattr(metrics.compound_loss, "_torchdynamo_disable"):
+        # torch 2.11 fails to compile the fused loss's kernel into the graph
+        metrics.compound_loss = torch.compiler.disable(metrics.compound_loss)
     optimizer = optimizer_of(model)
     losses = resolve_loss_config("kl_div", "fused" if case.device.type == "cuda" else "eager")
 
@@ -339,9 +343,12 @@ def measure(case: Case, repeats: int, ours_only: bool, attention: str) -> Iterat
         return
     del draft, teacher
     release()
-    model = peer_model(*draft_and_teacher(case), attention)
     batches = [peer_batch(case, b) for b in batches]
+    model = peer_model(*draft_and_teacher(case), "sdpa")  # uncompiled, flex_attention would hold every score
     yield {"agreement": agreement(case, rows, peer_rows(case, model, batches[0]))}
+    del model
+    release()
+    model = peer_model(*draft_and_teacher(case), attention)
     peer = timed(case, peer_step(case, model), batches, peer_flops(case), repeats)
     yield {"side": "speculators 0.9.0", "supervised": case.supervised} | peer
     yield {"ratio": round(ours["tokens_per_s"] / peer["tokens_per_s"], 2), "supervised": case.supervised}

@@ -1,4 +1,4 @@
-# ruff: noqa: ANN001, ANN202 (kernel arguments are pointers and numbers)
+# ruff: noqa: ANN001, ANN202, SIM108 (kernel arguments are pointers and numbers; a kernel branches by `if`)
 """Triton kernels of the training step, for a GPU (or, slowly, anywhere under TRITON_INTERPRET=1).
 
 Each computes what the plain torch beside its call in `eagle3.ops` or `eagle3.loss` does, in fp32 inside, rounded once.
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 LOG2_E = 1.4426950408889634
 VOCABULARY_BLOCK = 4096
 COLUMN_BLOCK = 1024
+OWN_ROWS = 32
 
 
 @cache
@@ -62,7 +63,7 @@ def _add_norm_backward(
     inside = column < size
     w = tl.load(weight + column, inside, other=0.0).to(tl.float32)
     weight_sum = tl.zeros((BLOCK,), tl.float32)
-    for turn in range(0, tl.cdiv(rows - program, tl.num_programs(0))):
+    for turn in range(tl.cdiv(rows - program, tl.num_programs(0))):
         row = program + turn * tl.num_programs(0)
         at = row * size + column
         scale = tl.load(rstd + row)
@@ -245,7 +246,7 @@ class AddEmbeddingHalf(torch.autograd.Function):
         tokens, positions = ctx.saved_tensors
         half, rotary = ctx.rotary.cos.shape[1], ctx.rotary
         grad_x = grads[0].new_empty(ctx.x_shape)
-        into = ctx.shared.grad
+        into = ctx.shared.grad.tensor
         for start, (count, turn), grad in zip(_starts(ctx.heads, 2 * half), ctx.heads, grads, strict=True):
             grid, blocks = _head_grid(len(grad), count, half)
             _rotate_backward[grid](
@@ -288,7 +289,7 @@ def _tiles(dtype: torch.dtype, head_dim: int, device: torch.device) -> dict[str,
     """Chosen by measurement on an H200; smaller ones where shared memory is (SM120: 99 KB) or in fp32."""
     shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0
     if dtype.itemsize == 2 and shared >= 160 << 10 and head_dim <= 128:
-        return {"forward": _Tiles(128, 64, 8, 3), "query": _Tiles(128, 64, 8, 2), "key": _Tiles(64, 128, 8, 2)}
+        return {"forward": _Tiles(64, 64, 4, 3), "query": _Tiles(128, 64, 8, 3), "key": _Tiles(64, 64, 4, 2)}
     if dtype.itemsize == 2 and head_dim <= 128:
         return {"forward": _Tiles(64, 64, 4, 2), "query": _Tiles(64, 32, 4, 2), "key": _Tiles(32, 64, 4, 2)}
     return {"forward": _Tiles(32, 32, 4, 1), "query": _Tiles(32, 32, 4, 1), "key": _Tiles(32, 32, 4, 1)}
@@ -443,7 +444,7 @@ def _attend_backward_own(
     q, own_k, own_v, grad_own_k, grad_own_v, grad_out, lse, delta, rows, scale, root, HEADS: tl.constexpr,
     GROUP: tl.constexpr, SIZE: tl.constexpr, SIZE_BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the own keys and values of a block of rows, for one kv head."""
+    """Adds the gradients of the own keys and values of a block of rows, for one kv head."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     kv_head = tl.program_id(1)
     d = tl.arange(0, SIZE_BLOCK)
@@ -465,7 +466,9 @@ def _attend_backward_own(
             grad_value += weight[:, None] * g
             grad_score = weight * (tl.sum(g * value, 1) - tl.load(delta + at_row, row < rows, other=0.0))
             grad_key += grad_score[:, None] * query
-        tl.store(grad_own_k[j] + at_own, grad_key * root, inside)
+        grad_key = grad_key * root + tl.load(grad_own_k[j] + at_own, inside, other=0.0)
+        grad_value += tl.load(grad_own_v[j] + at_own, inside, other=0.0)
+        tl.store(grad_own_k[j] + at_own, grad_key, inside)
         tl.store(grad_own_v[j] + at_own, grad_value, inside)
 
 
@@ -541,7 +544,7 @@ def _attend_backward_key(
         tl.store(grad_v + at, tl.load(grad_v + at, inside, other=0.0) + sum_v, inside)
 
 
-def _row_bounds(ranges: "KeyRanges", keys: int, block: int, rows: int) -> torch.Tensor:
+def _row_bounds(ranges: "KeyRanges", keys: int, block: int) -> torch.Tensor:
     """For each block of keys, int32 [blocks, 4]: rows start..stop see some key of it, full..full_stop all of them.
 
     Rows are ascending by both ends of their range, so each bound is a place in one of the two.
@@ -556,10 +559,13 @@ def _row_bounds(ranges: "KeyRanges", keys: int, block: int, rows: int) -> torch.
 
 
 class Attend(torch.autograd.Function):
-    """See `ops.attend`; the gradients of the first step's keys and values go to their `Shared.grad`."""
+    """See `ops.attend`; `shared` are the first step's keys and values, then own ones in turn, tensors beside them.
+
+    Their gradients go to their buffers.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q, k, v, keys: "Shared", values: "Shared", ranges: "KeyRanges", *own):  # noqa: ANN001, ANN002, ANN205
+    def forward(ctx: Any, q, ranges: "KeyRanges", shared: "list[Shared]", k, v, *own):  # noqa: ANN001, ANN002, ANN205
         rows, heads, size = q.shape
         out = torch.empty_like(q)
         lse = torch.empty(heads, rows, dtype=torch.float32, device=q.device)
@@ -568,35 +574,35 @@ class Attend(torch.autograd.Function):
             q, k, v, own[::2], own[1::2], out, lse, ranges.first, ranges.last, rows, size**-0.5 * LOG2_E,
             **_sizes(q, k), **tiles.options(), PRECISION=_precision(q),
         )  # fmt: skip
-        ctx.keys, ctx.values, ctx.ranges = keys, values, ranges
+        ctx.ranges, ctx.buffers = ranges, [each.grad for each in shared]
         ctx.save_for_backward(q, k, v, out, lse, *own)
         return out.flatten(1)
 
     @staticmethod
     def backward(ctx: Any, grad_out):  # noqa: ANN001, ANN205
         q, k, v, out, lse, *own = ctx.saved_tensors
-        grad_out, ranges = grad_out.contiguous(), ctx.ranges
-        (rows, heads, size), (total, kv_heads, _) = q.shape, k.shape
+        grad_k, grad_v, *grad_own = [buffer.tensor for buffer in ctx.buffers]
         own_k, own_v = tuple(own[::2]), tuple(own[1::2])
-        root = size**-0.5
+        grad_out, first, last = grad_out.contiguous(), ctx.ranges.first, ctx.ranges.last
+        (rows, heads, size), (total, kv_heads, _) = q.shape, k.shape
         grad_q, delta = torch.empty_like(q), torch.empty_like(lse)
+        scale, root = size**-0.5 * LOG2_E, size**-0.5
         tiles, shape, precision = _tiles(q.dtype, size, q.device), _sizes(q, k), {"PRECISION": _precision(q)}
         _attend_backward_query[(triton.cdiv(rows, tiles["query"].rows), heads)](
-            q, k, v, own_k, own_v, out, grad_out, lse, delta, grad_q, ranges.first, ranges.last, rows,
-            root * LOG2_E, root, **shape, **tiles["query"].options(), **precision,
+            q, k, v, own_k, own_v, out, grad_out, lse, delta, grad_q, first, last, rows, scale, root,
+            **shape, **tiles["query"].options(), **precision,
         )  # fmt: skip
-        grads = [torch.empty_like(t) for t in own]
         if own:
-            _attend_backward_own[(triton.cdiv(rows, 32), kv_heads)](
-                q, own_k, own_v, tuple(grads[::2]), tuple(grads[1::2]), grad_out, lse, delta, rows,
-                root * LOG2_E, root, **shape, ROWS=32, num_warps=4,
+            _attend_backward_own[(triton.cdiv(rows, OWN_ROWS), kv_heads)](
+                q, own_k, own_v, tuple(grad_own[::2]), tuple(grad_own[1::2]), grad_out, lse, delta, rows, scale, root,
+                **shape, ROWS=OWN_ROWS, num_warps=4,
             )  # fmt: skip
-        bounds = _row_bounds(ranges, total, tiles["key"].keys, rows)
+        bounds = _row_bounds(ctx.ranges, total, tiles["key"].keys)
         _attend_backward_key[(len(bounds), kv_heads)](
-            q, k, v, grad_out, lse, delta, ctx.keys.grad, ctx.values.grad, ranges.first, ranges.last, bounds, rows,
-            total, root * LOG2_E, root, **shape, **tiles["key"].options(), **precision,
+            q, k, v, grad_out, lse, delta, grad_k, grad_v, first, last, bounds, rows, total, scale, root,
+            **shape, **tiles["key"].options(), **precision,
         )  # fmt: skip
-        return grad_q, *[None] * 5, *grads
+        return grad_q, *[None] * (4 + len(own))
 
 
 def _sizes(q: torch.Tensor, k: torch.Tensor) -> dict[str, int]:
@@ -614,12 +620,17 @@ def _precision(tensor: torch.Tensor) -> str:
 
 
 @triton.jit
+def _load_logits(row, column, size):
+    return tl.load(row + column, column < size, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
 def _teacher_stats(logits, lse, neg_entropy, label, size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     best, total, dot, best_at = float("-inf"), 0.0, 0.0, 0
     for start in range(0, size, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        value = tl.load(logits + row * size + column, column < size, other=float("-inf")).to(tl.float32)
+        value = _load_logits(logits + row * size, column, size)
         block_best, block_at = tl.max(value, 0, return_indices=True)
         best_at = tl.where(block_best > best, start + block_at, best_at)
         new_best = tl.maximum(best, block_best)
@@ -639,7 +650,10 @@ def _score_rows(
     logits, teacher, lse, neg_entropy, label, target_row, row_weight, losses, correct, size, LK_DECAY,
     LOSS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row: its loss, whether its argmax is the teacher's, and its logits replaced by weight x gradient."""
+    """One row: its loss, whether its argmax is the teacher's, and its logits replaced by weight x gradient.
+
+    Sums stay spread over the block's lanes until the end; only the running maximum is reduced at every block.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits += row * size
     target = tl.load(target_row + row)
@@ -653,50 +667,53 @@ def _score_rows(
         teacher += target * size
         teacher_lse = tl.load(lse + target)
         taught = tl.load(label + target)
-        best, total, dot, best_at = float("-inf"), 0.0, 0.0, 0
+        taught_logit = tl.load(logits + taught).to(tl.float32)
+        best = float("-inf")
+        lanes, dots = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
         for start in range(0, size, BLOCK):
             column = start + tl.arange(0, BLOCK)
-            value = tl.load(logits + column, column < size, other=float("-inf")).to(tl.float32)
-            block_best, block_at = tl.max(value, 0, return_indices=True)
-            best_at = tl.where(block_best > best, start + block_at, best_at)
-            new_best = tl.maximum(best, block_best)
-            total = total * tl.exp(best - new_best) + tl.sum(tl.exp(value - new_best))
+            value = _load_logits(logits, column, size)
+            new_best = tl.maximum(best, tl.max(value, 0))
+            lanes = lanes * tl.exp(best - new_best) + tl.exp(value - new_best)
             best = new_best
             if LOSS != 1:
-                t = tl.load(teacher + column, column < size, other=float("-inf")).to(tl.float32)
-                dot += tl.sum(tl.where(column < size, tl.exp(t - teacher_lse) * value, 0.0))
-        draft_lse = best + tl.log(total)
-        tl.store(correct + row, best_at == taught)
-        loss = tl.load(neg_entropy + target) - dot + draft_lse
+                p = tl.exp(_load_logits(teacher, column, size) - teacher_lse)
+                dots += tl.where(column < size, p * value, 0.0)
+        draft_lse = best + tl.log(tl.sum(lanes))
         if LOSS == 1:
-            loss = draft_lse - tl.load(logits + taught).to(tl.float32)
-        mix, below_mass = 1.0, 0.0
+            loss = draft_lse - taught_logit
+        else:
+            loss = tl.load(neg_entropy + target) - tl.sum(dots) + draft_lse
+        mix, below = 1.0, 0.0
         if LOSS == 2:
-            accepted = 0.0
+            overlap, below_lanes = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
             for start in range(0, size, BLOCK):
                 column = start + tl.arange(0, BLOCK)
-                value = tl.load(logits + column, column < size, other=float("-inf")).to(tl.float32)
-                t = tl.load(teacher + column, column < size, other=float("-inf")).to(tl.float32)
-                p, q = tl.exp(t - teacher_lse), tl.exp(value - draft_lse)
-                accepted += tl.sum(tl.minimum(p, q))
-                below_mass += tl.sum(tl.where(q < p, q, 0.0))
+                p = tl.exp(_load_logits(teacher, column, size) - teacher_lse)
+                q = tl.exp(_load_logits(logits, column, size) - draft_lse)
+                overlap += tl.minimum(p, q)
+                below_lanes += tl.where(q < p, q, 0.0)
+            accepted = tl.sum(overlap)
+            below = tl.sum(below_lanes)
             mix = tl.exp(-LK_DECAY * accepted)
             loss = mix * loss + (1 - mix) * (1 - accepted)
         tl.store(losses + row, loss)
         weight = tl.load(row_weight)
+        earlier = tl.zeros((BLOCK,), tl.int32)  # columns before the taught one that are as likely
         for start in range(0, size, BLOCK):
             column = start + tl.arange(0, BLOCK)
-            value = tl.load(logits + column, column < size, other=float("-inf")).to(tl.float32)
+            value = _load_logits(logits, column, size)
+            earlier |= ((value == best) & (column < taught)).to(tl.int32)
             q = tl.exp(value - draft_lse)
             if LOSS == 1:
                 grad = q - tl.where(column == taught, 1.0, 0.0)
             else:
-                t = tl.load(teacher + column, column < size, other=float("-inf")).to(tl.float32)
-                p = tl.exp(t - teacher_lse)
+                p = tl.exp(_load_logits(teacher, column, size) - teacher_lse)
                 grad = q - p
                 if LOSS == 2:
-                    grad = mix * grad + (1 - mix) * q * (below_mass - tl.where(q < p, 1.0, 0.0))
+                    grad = mix * grad + (1 - mix) * q * (below - tl.where(q < p, 1.0, 0.0))
             tl.store(logits + column, grad * weight, column < size)
+        tl.store(correct + row, (taught_logit == best) & (tl.max(earlier, 0) == 0))
 
 
 def teacher_stats(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -26,16 +26,29 @@ def has_kernels(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
 
 
-class _Buffer:
-    """The gradient of one weight [out, in] in its master's dtype, made when first added to."""
+class GradBuffer:
+    """A gradient that its readers add up themselves; made, as zeros, when first asked for.
+
+    It must not hold the tensor that it is the gradient of: autograd's node for that tensor holds it.
+    """
 
     def __init__(self, like: torch.Tensor, dtype: torch.dtype) -> None:
-        self._like, self._dtype = like, dtype
+        self._options = {"size": like.shape, "dtype": dtype, "device": like.device}
+        self._tensor: torch.Tensor | None = None
         self.scale: torch.Tensor | None = None
 
-    @cached_property
+    @property
     def tensor(self) -> torch.Tensor:
-        return torch.zeros_like(self._like, dtype=self._dtype)
+        if self._tensor is None:
+            self._tensor = torch.zeros(**self._options)
+        return self._tensor
+
+    def take(self, direct: torch.Tensor | None) -> torch.Tensor:
+        """The whole gradient, with what came through autograd itself; the buffer is empty afterwards."""
+        total, self._tensor = self.tensor, None
+        if self.scale is not None:
+            total *= self.scale
+        return total if direct is None else total.add_(direct)
 
 
 @dataclass(frozen=True)
@@ -43,7 +56,7 @@ class Weight:
     """A matrix [out, in] in the compute dtype, and the part `key` of the buffer that collects its gradient."""
 
     value: torch.Tensor
-    _buffer: _Buffer = field(repr=False)
+    _buffer: GradBuffer = field(repr=False)
     _key: Key = ALL
 
     def rows(self, start: int | None, stop: int | None) -> "Weight":
@@ -70,10 +83,9 @@ class Weight:
 def cast_weight(masters: Sequence[torch.Tensor], dtype: torch.dtype, scale: torch.Tensor | None = None) -> Weight:
     """The masters [out_i, in], one above the other, in `dtype`; the first len(scale) columns are times `scale`."""
     if len(masters) == 1 and masters[0].dtype == dtype and not masters[0].requires_grad:
-        return Weight(masters[0], _Buffer(masters[0], dtype))
-    total = sum(len(m) for m in masters)
-    value = torch.empty(total, masters[0].shape[1], dtype=dtype, device=masters[0].device)
-    buffer = _Buffer(value, torch.promote_types(masters[0].dtype, torch.float32))
+        return Weight(masters[0], GradBuffer(masters[0], dtype))
+    value = torch.empty(sum(map(len, masters)), masters[0].shape[1], dtype=dtype, device=masters[0].device)
+    buffer = GradBuffer(value, torch.promote_types(masters[0].dtype, torch.float32))
     return Weight(_Cast.apply(buffer, value, scale, *masters), buffer)
 
 
@@ -81,30 +93,25 @@ class _Cast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, buffer, value, scale, *masters):  # noqa: ANN001, ANN205
         ctx.set_materialize_grads(False)
-        ctx.buffer = buffer
+        ctx.buffer, ctx.sizes = buffer, [len(m) for m in masters]
         ctx.save_for_backward(scale, *(masters if scale is not None else ()))
-        ctx.sizes = [len(m) for m in masters]
+        scaled = 0 if scale is None else len(scale)
         for part, master in zip(value.split(ctx.sizes), masters, strict=True):
-            part.copy_(master)
-            if scale is not None:
-                part[:, : len(scale)] = master[:, : len(scale)] * scale
+            part[:, scaled:].copy_(master[:, scaled:])
+            if scaled:
+                torch.mul(master[:, :scaled], scale, out=part[:, :scaled])
         return value
 
     @staticmethod
-    def backward(ctx: Any, unused):  # noqa: ANN001, ANN205
-        assert unused is None, "a weight was read past its gradient buffer"
-        grad = ctx.buffer.tensor
-        if ctx.buffer.scale is not None:
-            grad *= ctx.buffer.scale
+    def backward(ctx: Any, direct):  # noqa: ANN001, ANN205
+        parts = ctx.buffer.take(direct).split(ctx.sizes)
         scale, *masters = ctx.saved_tensors
-        parts = grad.split(ctx.sizes)
-        grad_scale = None
-        if scale is not None:
-            scaled = [part[:, : len(scale)] for part in parts]
-            pairs = zip(scaled, masters, strict=True)
-            grad_scale = sum((part * master[:, : len(scale)]).sum(0) for part, master in pairs)
-            for part in scaled:
-                part *= scale
+        if scale is None:
+            return None, None, None, *parts
+        grad_scale = torch.zeros_like(scale)
+        for part, master in zip(parts, masters, strict=True):
+            grad_scale += (part[:, : len(scale)] * master[:, : len(scale)]).sum(0)
+            part[:, : len(scale)] *= scale
         return None, None, grad_scale, *parts
 
 
@@ -228,28 +235,27 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 class Shared:
-    """A tensor that every step reads. With kernels, they add its gradient to the one fp32 buffer `grad`."""
+    """A tensor that several steps read. With kernels, they add its gradient to the one buffer `grad` themselves."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._like = tensor
-        self.value = _Shared.apply(tensor, self) if has_kernels(tensor) else tensor
+    def __init__(self, tensor: torch.Tensor, grad_dtype: torch.dtype | None = None) -> None:
+        """`grad_dtype`: the buffer's; at least fp32 by default."""
+        self.grad = GradBuffer(tensor, grad_dtype or torch.promote_types(tensor.dtype, torch.float32))
+        self.value = _Shared.apply(tensor, self.grad) if has_kernels(tensor) else tensor
 
-    @cached_property
-    def grad(self) -> torch.Tensor:
-        return torch.zeros_like(self._like, dtype=torch.promote_types(self._like.dtype, torch.float32))
+    def take_rows(self, rows: torch.Tensor) -> "Shared":
+        return Shared(take_rows(self.value, rows), self.value.dtype)
 
 
 class _Shared(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor, shared):  # noqa: ANN001, ANN205
+    def forward(ctx: Any, tensor, buffer):  # noqa: ANN001, ANN205
         ctx.set_materialize_grads(False)
-        ctx.shared = shared
+        ctx.buffer, ctx.dtype = buffer, tensor.dtype
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, unused):  # noqa: ANN001, ANN205
-        assert unused is None, "a shared tensor was read past its gradient buffer"
-        return ctx.shared.grad.to(ctx.shared._like.dtype), None
+    def backward(ctx: Any, direct):  # noqa: ANN001, ANN205
+        return ctx.buffer.take(direct).to(ctx.dtype), None
 
 
 @dataclass(frozen=True)
@@ -272,7 +278,7 @@ class KeyRanges:
 
 
 def attend(
-    q: torch.Tensor, keys: Shared, values: Shared, own: Sequence[tuple[torch.Tensor, torch.Tensor]], ranges: KeyRanges
+    q: torch.Tensor, keys: Shared, values: Shared, own: Sequence[tuple[Shared, Shared]], ranges: KeyRanges
 ) -> torch.Tensor:
     """Attention of q [n, heads, d] over the first step's keys [T, kv_heads, d] in `ranges` and the rows' own keys.
 
@@ -281,10 +287,12 @@ def attend(
     if has_kernels(q):
         from eagle3 import kernels
 
-        flat = [t for pair in own for t in pair]
-        return kernels.Attend.apply(q, keys.value, values.value, keys, values, ranges, *flat)
+        shared = [keys, values, *(each for pair in own for each in pair)]
+        return kernels.Attend.apply(q, ranges, shared, *(each.value for each in shared))
     out = [
-        _attend_block(q[rows], keys.value[seen], values.value[seen], [(k[rows], v[rows]) for k, v in own], visible)
+        _attend_block(
+            q[rows], keys.value[seen], values.value[seen], [(k.value[rows], v.value[rows]) for k, v in own], visible
+        )
         for rows, seen in ranges.blocks
         for visible in [torch.arange(seen.start, seen.stop, device=q.device) <= ranges.last[rows, None]]
     ]

@@ -15,7 +15,7 @@ What is saved, exactly (EAGLE-3's loss is unchanged):
   teacher of step i at number r+i.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -70,30 +70,40 @@ def _counts(depth: torch.Tensor, steps: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows at work at some step, ascending: packed index, their sample's first row, depth, and number at step 0."""
+    """The rows at work at some step, ascending: packed index, their sample's first row, depth, and number at step 0.
+
+    `counts`: how many of them count at each step.
+    """
 
     index: torch.Tensor
     first: torch.Tensor
     depth: torch.Tensor
     number: torch.Tensor
+    counts: list[int]
 
     @classmethod
     def of(cls, batch: PackedBatch, steps: int) -> Self:
-        """The rows that count at step 0."""
+        """The rows that count at step 0, on the states' device; found on the mask's: on the CPU, nothing waits."""
         depth = supervised_depth(batch.loss_mask, batch.offsets, steps)
         index = depth.nonzero()[:, 0]
         first = sample_starts(batch.offsets, len(depth), depth.device)[index]
-        return cls(index, first, depth[index], torch.arange(len(index), device=depth.device))
+        rows = cls(
+            index, first, depth[index], torch.arange(len(index), device=depth.device), _counts(depth, steps).tolist()
+        )
+        return rows.to(batch.hidden_states.device)
 
     def __len__(self) -> int:
         return len(self.index)
 
-    def counts(self, steps: int) -> torch.Tensor:
-        """How many rows count at each step, int64 [steps]."""
-        return _counts(self.depth, steps)
+    def to(self, device: torch.device) -> Self:
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def take(self, kept: torch.Tensor) -> Self:
-        return type(self)(*(t[kept] for t in (self.index, self.first, self.depth, self.number)))
+        return self._each(lambda tensor: tensor[kept])
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        tensors = (self.index, self.first, self.depth, self.number)
+        return type(self)(*map(change, tensors), self.counts)
 
     def tokens(self, step: int, total: int) -> torch.Tensor:
         """The tokens x_{t+1+step} that the rows read; distinct, and any for rows that no longer count."""
@@ -187,8 +197,7 @@ class _Unroll:
         self.q_heads = (self.config.num_heads, True)
         self.kv_heads = [(self.config.num_kv_heads, True), (self.config.num_kv_heads, False)]
         self.embedded = ops.Shared(self._embedding_half(batch.input_ids))
-        self.own: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.counts = [n for n in rows.counts(steps).tolist() if n]
+        self.own: list[tuple[ops.Shared, ops.Shared]] = []
         self.hidden, self.normed = self._fused_states(batch)
 
     def loss(self, targets: Targets, weights: torch.Tensor, loss: Loss) -> StepOutput:
@@ -198,7 +207,9 @@ class _Unroll:
         correct, accepted = torch.zeros(2, steps, dtype=torch.int64, device=weights.device)
         alive = torch.ones(len(self.rows), dtype=torch.bool, device=weights.device)
         q = self._first_projections()
-        for step, count in enumerate(self.counts):
+        for step, count in enumerate(self.rows.counts):
+            if not count:
+                break
             if step:
                 alive = self._drop_rows(step, count, alive)
                 q = self._projections(step)
@@ -208,8 +219,7 @@ class _Unroll:
             alive = alive & right
             total = total + term
             sums[step], correct[step], accepted[step] = losses.sum(), right.sum(), alive.sum()
-        counts = torch.tensor(self.counts + [0] * (steps - len(self.counts)), device=weights.device)
-        return StepOutput(total, sums, correct, accepted, counts)
+        return StepOutput(total, sums, correct, accepted, torch.tensor(self.rows.counts, device=weights.device))
 
     def _longest(self, offsets: Sequence[int]) -> int:
         return max(b - a for a, b in zip([0, *offsets], [*offsets, self.total], strict=True))
@@ -249,7 +259,7 @@ class _Unroll:
         tokens, positions = self.rows.tokens(step, self.total), self.rows.positions(step)
         qkv = ops.linear(self.normed, self.weights.hidden)
         q, k, v = self._with_embedding(qkv, 0, tokens, positions, [self.q_heads, *self.kv_heads])
-        self.own.append((k, v))
+        self.own.append((ops.Shared(k, k.dtype), ops.Shared(v, v.dtype)))
         return q
 
     def _with_embedding(self, x: torch.Tensor, column: int, tokens: torch.Tensor, positions: torch.Tensor, heads: list):  # noqa: ANN202
@@ -275,5 +285,5 @@ class _Unroll:
         kept = (self.rows.depth > step).nonzero()[:, 0]
         self.rows = self.rows.take(kept)
         self.hidden = ops.take_rows(self.hidden, kept)
-        self.own = [(ops.take_rows(k, kept), ops.take_rows(v, kept)) for k, v in self.own]
+        self.own = [(k.take_rows(kept), v.take_rows(kept)) for k, v in self.own]
         return alive[kept]

@@ -28,14 +28,17 @@ def small_config(**overrides) -> DraftConfig:
 
 
 def small_draft(config: DraftConfig, dtype=torch.float64, seed=0, **flags) -> tuple[Draft, Teacher]:
-    """A draft with lively random weights (norms too), and a teacher over rows of the same head."""
+    """A draft with lively random weights (norms too), and a teacher over rows of the same head.
+
+    Not too lively: where the steps amplify rounding, no two correct programs agree.
+    """
     torch.manual_seed(seed)
     embedding = torch.randn(config.target_vocab_size, config.hidden_size)
     head = torch.randn(config.draft_vocab_size, config.hidden_size) * 0.5
     draft = Draft.create(config, embedding, head.clone(), **flags)
     for weight in draft.parameters():
         if weight.requires_grad:
-            weight.data.add_(torch.randn_like(weight) * 0.2)
+            weight.data.add_(torch.randn_like(weight) * 0.7 * weight.shape[-1] ** -0.5)
     draft.to(dtype)
     return draft, Teacher(torch.rand(config.hidden_size).to(dtype) + 0.5, config.norm_eps, head.to(dtype))
 
