@@ -70,10 +70,10 @@ class Weight:
     def accumulate(self, grad_out: torch.Tensor, inputs: torch.Tensor) -> None:
         """Add grad_out^T [out, n] @ inputs [n, in] to the gradient, in the buffer's precision."""
         into = self._buffer.tensor[self._key]
-        if into.dtype == grad_out.dtype:
-            into.addmm_(grad_out.t(), inputs)
-        else:
+        if into.is_cuda and into.dtype != grad_out.dtype:  # cuBLAS widens as it adds
             torch.ops.aten.addmm.dtype_out(into, grad_out.t(), inputs, into.dtype, out=into)
+        else:
+            into.addmm_(grad_out.t().to(into.dtype), inputs.to(into.dtype))
 
     def scale_by(self, factor: torch.Tensor) -> None:
         """The whole gradient is to be multiplied by `factor` at the end (the same from each reader)."""
