@@ -47,17 +47,19 @@ def write_shards(folder, samples, *, dtype=torch.float32, per_shard=3, shared=No
     return len(groups)
 
 
-def write_hidden_states(folder: Path, of: Target, samples, layer_ids, vocab: DraftVocab, **changes) -> Path:
+def write_hidden_states(
+    folder: Path, of: Target, samples, layer_ids, vocab: DraftVocab, dtype=torch.float32, **changes
+) -> Path:
     """A whole folder of target `of`. `changes` replace entries of the metadata that the shards share."""
     shared = {
         "layer_ids": layer_ids,
         "layer_convention": layers.CONVENTION,
-        "storage_dtype": "float32",
+        "storage_dtype": str(dtype).removeprefix("torch."),
         "engine_dtype": "float32",
         "target": of.fingerprint,
         "versions": {"torch": torch.__version__},
     } | changes
-    num_shards = write_shards(folder, samples, shared=shared)
+    num_shards = write_shards(folder, samples, dtype=dtype, shared=shared)
     metadata = {
         "format": shards.FORMAT,
         "shared": shared,
