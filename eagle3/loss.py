@@ -109,26 +109,26 @@ def score_rows(
     draft, log_p = _wide(logits), _wide(targets.logits[row]) - targets.lse[row, None]
     label = targets.label[row]
     correct = scored & (logits.argmax(-1) == label)
-    score, grad = _FORMULAS[loss](draft, log_p, targets.neg_entropy[row], label)
+    score, grad = _FORMULAS[loss](draft, log_p, label)
     logits.copy_(grad.mul_((weight * scored)[:, None]))
     return score * scored, correct
 
 
-def _kl(draft: torch.Tensor, log_p: torch.Tensor, neg_entropy: torch.Tensor, label: torch.Tensor) -> tuple:
-    p, lse = log_p.exp(), draft.logsumexp(-1)
-    score = neg_entropy - _dot(p, draft) + lse
-    return score, (draft - lse[:, None]).exp_().sub_(p)
+def _kl(draft: torch.Tensor, log_p: torch.Tensor, label: torch.Tensor) -> tuple:
+    p, log_q = log_p.exp(), draft - draft.logsumexp(-1, keepdim=True)
+    score = _dot(p, log_p - log_q)  # by differences: a sum less a sum would cancel digits
+    return score, log_q.exp_().sub_(p)
 
 
-def _ce(draft: torch.Tensor, log_p: torch.Tensor, neg_entropy: torch.Tensor, label: torch.Tensor) -> tuple:
+def _ce(draft: torch.Tensor, log_p: torch.Tensor, label: torch.Tensor) -> tuple:
     lse = draft.logsumexp(-1)
     score = lse - draft.gather(-1, label[:, None])[:, 0]
     grad = (draft - lse[:, None]).exp_()
     return score, grad.scatter_add_(-1, label[:, None], -torch.ones_like(score)[:, None])
 
 
-def _lk(draft: torch.Tensor, log_p: torch.Tensor, neg_entropy: torch.Tensor, label: torch.Tensor) -> tuple:
-    kl, kl_grad = _kl(draft, log_p, neg_entropy, label)
+def _lk(draft: torch.Tensor, log_p: torch.Tensor, label: torch.Tensor) -> tuple:
+    kl, kl_grad = _kl(draft, log_p, label)
     p, q = log_p.exp(), draft.softmax(-1)
     below = q < p
     accepted, mass_below = torch.minimum(p, q).sum(-1), (q * below).sum(-1)
