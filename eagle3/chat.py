@@ -26,6 +26,8 @@ GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 MANY_ANSWERS = 8  # from which on rendering every prompt whole takes longer than the text itself
 LOOK_BACK = 64  # characters at the end of a prompt in which its header stands
 OPENING = re.compile(rf"(?:{THINK_OPEN}\s*)?(?:{THINK_CLOSE}\s*)?\Z")
+MACRO = re.compile(r"{%-?\s*macro\b.*?\bendmacro\b", re.DOTALL)
+PARTS_LOOP = re.compile(r"""\bfor\s+\w+\s+in\s+(?:\w+(?:\.content\b|\[["']content["']\])|content\b)""")
 THOUGHT = re.compile(rf"\s*(?:{THINK_OPEN}(.*?))?{THINK_CLOSE}", re.DOTALL)
 
 
@@ -101,12 +103,8 @@ class Chat:
 
     @cached_property
     def takes_parts(self) -> bool:
-        """Whether the template writes a list of text parts as it writes their text (the server then passes lists)."""
-        try:
-            listed = self._apply([{"role": "user", "content": [{"type": "text", "text": "x"}]}], None, True)
-        except Exception:
-            return False
-        return listed == self._apply([{"role": "user", "content": "x"}], None, True)
+        """Whether the template loops over the parts of a content: then the server passes a list on as it is."""
+        return PARTS_LOOP.search(MACRO.sub("", self.template)) is not None
 
     @cached_property
     def _spoken(self) -> re.Pattern[str]:

