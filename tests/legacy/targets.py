@@ -28,6 +28,7 @@ from transformers import (
 )
 
 VOCAB_SIZE = 256
+MEDIA_TOKEN_ID = 5
 LLAMA_4_SCALING = {"original_max_position_embeddings": 8, "beta": 0.5}
 LAYER_IDS = {
     "llama": [5, 0, 2],  # in this order: speculators returned them ascending
@@ -81,7 +82,8 @@ def llama_model() -> PreTrainedModel:
 
 
 def deepseek_model(num_layers: int) -> PreTrainedModel:
-    """Yarn as Kimi has it (vLLM on CPU rotates plain RoPE wrongly for this family); sizes that TP=2 divides."""
+    """Yarn as Kimi has it (vLLM on CPU rotates plain RoPE wrongly for this family); sizes that TP=2 divides. Every
+    token takes all four experts: a choice would fall differently in two implementations at a near tie."""
     config = DeepseekV3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
@@ -93,8 +95,8 @@ def deepseek_model(num_layers: int) -> PreTrainedModel:
         qk_rope_head_dim=64,
         qk_nope_head_dim=32,
         v_head_dim=32,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
+        n_routed_experts=4,
+        num_experts_per_tok=4,
         n_shared_experts=1,
         moe_intermediate_size=64,
         intermediate_size=128,
@@ -138,6 +140,7 @@ def gemma_model() -> PreTrainedModel:
 
 def save_tokenizer(folder: Path) -> None:
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"t{i}": i for i in range(3, VOCAB_SIZE)}
+    vocab["<|media_pad|>"] = vocab.pop(f"t{MEDIA_TOKEN_ID}")
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
@@ -176,7 +179,7 @@ def wrap_as_kimi(deepseek: Path, folder: Path) -> None:
         "auto_map": {"AutoConfig": "configuration_kimi.KimiK25Config"},
         "text_config": text_config,
         "vision_config": vision_config,
-        "media_placeholder_token_id": 5,
+        "media_placeholder_token_id": MEDIA_TOKEN_ID,
         "dtype": "float32",
     }
     (folder / "config.json").write_text(json.dumps(config, indent=1))

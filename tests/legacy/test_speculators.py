@@ -179,8 +179,10 @@ def test_each_failure_of_the_unpatched_pair_comes_when_those_before_it_are_repai
     names = [name for name, _, _ in CHAIN[: number - 1]]
     _, target, message = CHAIN[number - 1]
     result = run(chain_site(names, tmp_path / "site"), target, [batch("three"), batch("three")])
-    assert message in result.log + json.dumps(result.facts)
-    assert result.code != 0 or set(result.facts["errors"]) == {"1"}, result.log[-3000:]
+    text = result.log + str(result.facts)
+    assert message in text, text[-3000:]
+    failed_calls = {"result": {"0", "1"}, "sampling": {"1"}}.get(CHAIN[number - 1][0])  # the others end the process
+    assert set(result.facts["errors"]) == failed_calls if failed_calls else result.code != 0
 
 
 def test_with_the_eleven_errors_gone_the_states_are_wrong_and_nothing_says_so(run, reference, tmp_path):
@@ -191,7 +193,7 @@ def test_with_the_eleven_errors_gone_the_states_are_wrong_and_nothing_says_so(ru
     result = run(site, "llama", calls)
     assert result.code == 0 and not result.facts["errors"]
     assert {tensor.dtype for name, tensor in result.tensors.items() if "input_ids" not in name} == {torch.bfloat16}
-    assert [len(held) for held in result.facts["workers_hold"]] == [len(calls[-1])]
+    assert [len(held) for held in result.facts["workers_hold"]] == [3 + 2]  # of the last step of each call
     assert "Worker failed with error ''" in result.facts["bare_assertion"]
     asked, expected = result.states(0, 0), reference("llama").states(calls[0][0])
     ascending = [targets.LAYER_IDS["llama"].index(layer_id) for layer_id in sorted(targets.LAYER_IDS["llama"])]
