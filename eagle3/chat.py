@@ -22,10 +22,12 @@ from eagle3.target import Target
 
 TURNS = ("each", "last")
 HARD_TEXT = "Grüße <think>你好</think> 🤷🏽‍♀️ 司马 é\n\n\n  x\t'll 1234567 \n"
+PROBE = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 MANY_ANSWERS = 8  # from which on rendering every prompt whole takes longer than the text itself
 LOOK_BACK = 64  # characters at the end of a prompt in which its header stands
 OPENING = re.compile(rf"(?:{THINK_OPEN}\s*)?(?:{THINK_CLOSE}\s*)?\Z")
+GENERATION_TAG = re.compile(r"{%-?\s*generation\b")
 MACRO = re.compile(r"{%-?\s*macro\b.*?\bendmacro\b", re.DOTALL)
 PARTS_LOOP = re.compile(r"""\bfor\s+\w+\s+in\s+(?:\w+(?:\.content\b|\[["']content["']\])|content\b)""")
 THOUGHT = re.compile(rf"\s*(?:{THINK_OPEN}(.*?))?{THINK_CLOSE}", re.DOTALL)
@@ -118,21 +120,34 @@ class Chat:
 
     @cached_property
     def probe(self) -> Sample:
-        """The sample of a one-question conversation; it shows how the template writes a turn."""
-        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+        """The sample of PROBE, a one-question conversation; it shows how the template writes a turn."""
         try:
-            return self.samples(Conversation(messages), 1 << 20).samples[0]
+            return self.samples(Conversation(PROBE), 1 << 20).samples[0]
         except Drop as drop:
             raise ValueError(
                 f"{self.target.path}: its chat template cannot write a plain conversation: {drop}"
             ) from None
 
     def describe(self) -> str:
-        """In words: what the generation prompt ends with, and what ends a turn."""
-        prompt = self.prompt_text([{"role": "user", "content": "Hi"}])
+        """In words: what the generation prompt ends with, what ends a turn, and what is odd about it."""
+        prompt = self.prompt_text(PROBE[:1])
         end = self.probe.input_ids[-1]
         line = f"answers follow {prompt[-24:]!r}, turns end with {self.decode([end])!r} ({end})"
-        return line if end in self.stop_ids else f"{line}, WARNING: no stop token of the target ({self.stop_ids})"
+        if end not in self.stop_ids:
+            line += f"; WARNING: that is no stop token of the target ({self.stop_ids})"
+        said, tagged = self.probe.text[len(prompt) :], self._tagged()
+        if tagged is not None and tagged.strip() not in said:
+            line += f"; WARNING: its generation tags mark {tagged!r}, but the target has to say {said!r}"
+        return line
+
+    def _tagged(self) -> str | None:
+        """What the template's own `{% generation %}` tags mark in PROBE; None without tags or without offsets."""
+        if not (GENERATION_TAG.search(self.template) and self.tokenizer.is_fast):
+            return None
+        made = self.tokenizer.apply_chat_template(
+            PROBE, return_dict=True, return_assistant_tokens_mask=True, **self.template_kwargs
+        )
+        return self.decode([i for i, m in zip(made["input_ids"], made["assistant_masks"], strict=True) if m])
 
     def prompt_text(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
         """The rendered messages with the generation prompt. Drop when the template rejects them."""
@@ -280,6 +295,7 @@ class Chat:
         else:
             answer = tail[thought.end() :] if thought else tail
             text = _reasoned(opening, reasoning) + (answer if opening == THINK_OPEN else answer.lstrip("\n"))
+        _check_written(text, message)
         lost = bool(conversation.messages[place].get("reasoning")) and not reasoning
         return (_without_end(text, message) if cut else self._to_end_of_turn(text)), lost
 
@@ -413,6 +429,15 @@ def _without_end(text: str, message: Message) -> str:
     content = message["content"]
     last = (content[-1]["text"] if isinstance(content, list) else content).rstrip()
     return text[: text.rindex(last) + len(last)] if last in text else text
+
+
+def _check_written(text: str, message: Message) -> None:
+    """Drop an answer whose words or tool calls the template leaves out: what remains is nothing that was said."""
+    content = message["content"]
+    said = [content] if isinstance(content, str) else [part["text"] for part in content]
+    called = [call["function"]["name"] for call in message.get("tool_calls", ())]
+    if missing := next((part for part in (*said, *called) if part.strip() not in text), None):
+        raise Drop("template_loses_text", f"the rendered answer has no {missing[:40]!r}")
 
 
 def _developer_as_system(messages: list[Message]) -> list[Message]:

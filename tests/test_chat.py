@@ -145,7 +145,7 @@ def test_d3_characters_of_several_tokens(name):
     assert span.endswith(content + ENDS[name]) and "\ufffd" not in span
 
 
-@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize("name", [name for name in LOCAL if EXPECTED[name]["tools"]])
 def test_d4_tool_call_without_content(name):
     """D4: null, empty and missing content give the same ids; the call is supervised, its arguments are JSON."""
     ids = []
@@ -159,6 +159,14 @@ def test_d4_tool_call_without_content(name):
             assert '{"a": "é"}' in span
             assert "None" not in sample.text.split("x", 1)[1] and "{'a'" not in sample.text
     assert all(one == ids[0] for one in ids)
+
+
+def test_template_that_loses_an_answer_is_a_drop():
+    """An answer whose call, or whose text beside a call, the template loses is dropped, not trained empty."""
+    call = {"name": "f", "arguments": {}}
+    for name, content in (("smollm2", ""), ("parts", ""), ("llama3", "I call f.")):
+        with pytest.raises(Drop, match="template_loses_text"):
+            samples(name, {"messages": [user("x"), assistant(content, tool_calls=[call])], "tools": TOOLS})
 
 
 def test_d8_template_error_is_a_drop():
@@ -282,13 +290,13 @@ def test_kimi_tool_loop_keeps_reasoning_until_the_answer():
     assert loaded("kimi").encode(sample.text) == sample.input_ids
 
 
-def exchanges(number: int, reasoning: bool = False) -> list[dict]:
-    """Questions and short answers, a tool call among every three."""
+def exchanges(number: int, reasoning: bool, tools: bool) -> list[dict]:
+    """Questions and short answers; with `tools`, a call among every three."""
     turns: list[dict] = [{"role": "system", "content": "s"}]
     for k in range(number):
         thought = {"reasoning": f"r{k}"} if reasoning else {}
         turns += [user(f"q{k}")]
-        if k % 3 == 1:
+        if tools and k % 3 == 1:
             turns += [
                 assistant("", tool_calls=[{"name": "f", "arguments": {"k": k}}]),
                 {"role": "tool", "content": f"t{k}"},
@@ -301,11 +309,12 @@ def exchanges(number: int, reasoning: bool = False) -> list[dict]:
 @pytest.mark.parametrize("name", LOCAL)
 def test_long_conversations_by_both_ways(name, reasoning, monkeypatch):
     """A long conversation gives the samples that whole prompts give, also where the template rewrites history."""
-    row = {"messages": exchanges(12, reasoning)}
+    tools = EXPECTED[name]["tools"] is not None
+    row = {"messages": exchanges(12, reasoning, tools)}
     made = samples(name, row)
     monkeypatch.setattr(chat, "MANY_ANSWERS", 1 << 30)
     assert made == samples(name, row)
-    assert sum(s.answers for s in made) == 16
+    assert sum(s.answers for s in made) == (16 if tools else 12)
 
 
 @pytest.mark.parametrize("name", ["kimi", "llama3", "deepseek_v31_instant"])
@@ -332,6 +341,22 @@ def test_unknown_template_setting_is_refused():
     """A misspelt --chat-template-kwargs key is named."""
     with pytest.raises(ValueError, match="knows no 'thinkin'"):
         chat.load(Target.open(target_folder("kimi")), True, {"thinkin": False})
+
+
+@pytest.mark.parametrize(("tagged", "warned"), [("message['content']", False), ("'assistant\\n'", True)])
+def test_generation_tags_are_compared(tmp_path, tagged, warned):
+    """A template's own generation tags are compared with what the target has to say; a difference is told."""
+    folder = shutil.copytree(target_folder("parts"), tmp_path / "tagged")
+    text = f"{{% generation %}}{{{{ {tagged} }}}}{{% endgeneration %}}"
+    plain = "{{ 'assistant\\n' }}", "{{ message['content'] }}"
+    header, content = (text, plain[1]) if warned else (plain[0], text)
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}<|im_start|>{% if message['role'] == 'assistant' %}"
+        f"{header}{content}{{% else %}}user\n{{{{ message['content'] }}}}{{% endif %}}<|im_end|>\n{{% endfor %}}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    described = chat.load(Target.open(folder), False).describe()
+    assert ("WARNING: its generation tags mark 'assistant" in described) == warned
 
 
 def test_no_template_is_refused(tmp_path: Path):
