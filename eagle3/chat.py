@@ -261,12 +261,17 @@ class Chat:
         if next(r for r in roles if r not in ("system", "developer")) == "assistant":
             raise Drop("assistant_first", "an answer before any question")
         for message in conversation.messages:
+            if message["role"] == "assistant" and _starts_thinking(message) and not conversation.cut:
+                raise Drop("unclosed_reasoning", f"{THINK_OPEN} without {THINK_CLOSE} at the start of an answer")
+        self.check_text(conversation.messages, conversation.tools)
+
+    def check_text(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> None:
+        """Drop what holds the text of a control token, since the server reads that as the control token."""
+        for message in messages:
             pattern = self._spoken if message["role"] == "assistant" else self._control
             if found := _search(pattern, [v for k, v in message.items() if k != "role"]):
                 raise Drop("control_token", f"{found!r} inside the text of a {message['role']} turn")
-            if message["role"] == "assistant" and _starts_thinking(message) and not conversation.cut:
-                raise Drop("unclosed_reasoning", f"{THINK_OPEN} without {THINK_CLOSE} at the start of an answer")
-        if found := _search(self._control, conversation.tools):
+        if found := _search(self._control, tools):
             raise Drop("control_token", f"{found!r} inside a tool's declaration")
 
     def completion(
@@ -333,7 +338,7 @@ class Chat:
         if len(sample.input_ids) + len(ids) >= max_tokens:
             return False
         answer = self._continuation(prompt, completion)
-        if answer is None:
+        if not answer:
             raise Drop("unsafe_boundary", f"the tokenizer cannot continue {prompt[-20:]!r} with {completion[:20]!r}")
         sample.text = prompt + completion
         sample.input_ids += ids + answer

@@ -281,7 +281,7 @@ def parse(raw: Raw, format: str = "auto", roles: Mapping[str, str] = ROLES) -> C
     tools = _tools(_first(row, ("tools", "functions")))
     _name_tool_calls(messages)
     category = _first(row, ("category", "task", "source"))
-    key = files.sha256_json([messages, tools])[:KEY_LENGTH]
+    key = _key([messages, tools])
     return Conversation(
         messages=messages,
         tools=tools,
@@ -293,9 +293,17 @@ def parse(raw: Raw, format: str = "auto", roles: Mapping[str, str] = ROLES) -> C
     )
 
 
+def _key(content: Any) -> str:
+    """The hash of a row's content. Drop when its text is no Unicode: JSON can spell half of a surrogate pair."""
+    try:
+        return files.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode())[:KEY_LENGTH]
+    except UnicodeEncodeError as error:
+        raise Drop("bad_text", f"half of a surrogate pair, {error.object[error.start]!r}") from None
+
+
 def _row_id(row: Mapping[str, Any], key: str) -> str:
     row_id = _first(row, ID_KEYS)
-    return key if row_id is None else str(row_id)
+    return key if row_id is None else str(row_id).encode("utf-8", "backslashreplace").decode()
 
 
 def _is_cut(row: Mapping[str, Any]) -> bool:
@@ -401,7 +409,7 @@ def _tokens(row: Mapping[str, Any]) -> Tokens:
         raise Drop("bad_tokens", "input_ids must be a list of token ids")
     if not isinstance(mask, list) or len(mask) != len(ids) or not all(m in (0, 1) for m in mask):
         raise Drop("bad_tokens", f"loss_mask must hold {len(ids)} entries of 0 or 1, one for each of input_ids")
-    key = files.sha256_json([ids, mask])[:KEY_LENGTH]
+    key = _key([ids, mask])
     return Tokens(
         input_ids=ids,
         loss_mask=[int(m) for m in mask],
@@ -438,7 +446,7 @@ def _content(content: Any) -> tuple[str | list[dict[str, str]], str]:
     if content is None:
         return "", ""
     if isinstance(content, str):
-        return _sound(content), ""
+        return content, ""
     if not isinstance(content, list):
         raise Drop("bad_content", f"expected a string or a list of parts, found {type(content).__name__}")
     texts, reasoning = [], ""
@@ -448,18 +456,10 @@ def _content(content: Any) -> tuple[str | list[dict[str, str]], str]:
         if kind not in (*TEXT_PARTS, "thinking") or not isinstance(text, str):
             raise Drop("not_text", f"content part of type {kind!r}: this pipeline trains on text alone")
         if kind == "thinking":
-            reasoning += _sound(text)
+            reasoning += text
         else:
-            texts.append({"type": "text", "text": _sound(text)})
+            texts.append({"type": "text", "text": text})
     return (texts if len(texts) > 1 else texts[0]["text"] if texts else ""), reasoning
-
-
-def _sound(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise Drop("bad_text", f"half of a surrogate pair at character {error.start}") from None
-    return text
 
 
 def _answer(turn: Mapping[str, Any], content: Any, reasoning: str) -> Message:
@@ -472,7 +472,7 @@ def _answer(turn: Mapping[str, Any], content: Any, reasoning: str) -> Message:
         raise Drop("bad_reasoning", "one reasoning in its own field and another one inside the content")
     message: Message = {"content": content}
     if given or inline:
-        message["reasoning"] = _sound(given or inline)
+        message["reasoning"] = given or inline
     calls = turn.get("tool_calls") or ([turn["function_call"]] if turn.get("function_call") else [])
     if isinstance(calls, str):
         calls = _json_string(calls, "bad_tool_call")

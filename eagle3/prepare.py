@@ -6,6 +6,7 @@ rows are under way at any time, so memory does not grow with the data. The count
 """
 
 import os
+import signal
 import sqlite3
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -65,7 +66,10 @@ class Plan:
     @cached_property
     def description(self) -> dict[str, Any]:
         """What a finished output folder must have been made with: target, settings and input."""
-        inputs = {p.name: conversations.input_hash(p) for p in self.inputs}
+        inputs: dict[str, str] = {}
+        for path in self.inputs:
+            name = path.name if path.name not in inputs else f"{path.name} ({len(inputs) + 1})"
+            inputs[name] = conversations.input_hash(path)
         return {"target": self.target.fingerprint, "settings": asdict(self.settings), "inputs": inputs}
 
 
@@ -111,6 +115,8 @@ class Rows:
             return self._tokens(row) if isinstance(row, conversations.Tokens) else self._conversation(row)
         except Drop as drop:
             return drop
+        except Exception as error:
+            raise RuntimeError(f"{raw.where}: {type(error).__name__}: {error}") from error
 
     def _tokens(self, row: conversations.Tokens) -> Kept:
         if max(row.input_ids) >= self.chat.target.vocab_size:
@@ -238,6 +244,9 @@ def default_workers(inputs: Iterable[Path]) -> int:
 
 def check(plan: Plan) -> bool:
     """Refuse with ValueError what can be refused before rows are read; return whether there is nothing left to do."""
+    longest = plan.target.text.get("max_position_embeddings", plan.settings.max_seq_len)
+    if plan.settings.max_seq_len > longest:
+        raise ValueError(f"--max-seq-len {plan.settings.max_seq_len}: the target takes at most {longest} tokens")
     vocab.choose(np.zeros(plan.target.vocab_size), plan.settings.draft_vocab_size, plan.chat.special_ids)
     return _is_done(plan)
 
@@ -262,19 +271,23 @@ def clear(folder: Path) -> None:
 
 def run(plan: Plan) -> list[str]:
     """Prepare everything, write the output folder, and return the summary. ValueError if too little is usable."""
-    plan.output.mkdir(parents=True, exist_ok=True)
-    clear(plan.output)
-    tally = Tally(plan.target.vocab_size, plan.settings.max_seq_len)
-    data = plan.output / prepared.DATA
-    with files.atomic(data) as temporary:
-        with open(temporary, "w", encoding="utf-8") as file, ExitStack() as stack:
-            _write_samples(plan, tally, file, _outcomes(plan, stack))
-        check_enough(tally, plan.min_kept)
+    with files.locked(plan.output):
+        clear(plan.output)
+        tally = Tally(plan.target.vocab_size, plan.settings.max_seq_len)
+        with files.atomic(plan.output / prepared.DATA) as temporary:
+            with open(temporary, "w", encoding="utf-8") as file, ExitStack() as stack:
+                _write_samples(plan, tally, file, _outcomes(plan, stack))
+            check_enough(tally, plan.min_kept)
+        return _finish(plan, tally)
+
+
+def _finish(plan: Plan, tally: Tally) -> list[str]:
+    """Write the files that follow from the counts, metadata.json last, and return the summary."""
     chosen = vocab.choose(tally.token_counts, plan.settings.draft_vocab_size, plan.chat.special_ids)
     chosen.save(plan.output)
     _write_token_counts(plan.output / TOKEN_COUNTS, tally.token_counts)
     summary = list(_summary(tally, chosen, plan))
-    first = islice(prepared.read_rows(data), REPORT_SAMPLES)
+    first = islice(prepared.read_rows(plan.output / prepared.DATA), REPORT_SAMPLES)
     report.write_html(plan.output / REPORT, "\n".join(summary), first, plan.chat.decode)
     prepared.write_metadata(
         plan.output,
@@ -432,6 +445,7 @@ _rows: Rows | None = None  # of this worker process
 def _start_worker(target: str, trust_remote_code: bool, settings: Settings) -> None:
     global _rows
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process, which ends its workers
     _rows = Rows(chat.load(Target.open(Path(target)), trust_remote_code, settings.chat_template_kwargs), settings)
 
 

@@ -146,6 +146,7 @@ def test_d7_roles():
         ({"messages": ["hi"]}, "bad_conversation"),
         ({"messages": [{"role": "user", "content": 5}]}, "bad_content"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "bad_text"),
+        ({"messages": HI, "tools": [{"name": "f", "description": "\ud800"}]}, "bad_text"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "not_text"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "not_text"),
         ({"messages": [HI[0], {"role": "assistant", "content": "", "reasoning": 5}]}, "bad_reasoning"),

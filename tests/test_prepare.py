@@ -114,7 +114,7 @@ def test_d9_nothing_to_learn(script):
     assert code == 1 and "0 usable rows of 4; no dataset was written" in printed
     for reason in ("empty_conversation: 1", "no_user_turn: 1", "no_assistant_turn: 1", "empty_answer: 1"):
         assert reason in printed
-    assert list(folder.iterdir()) == []
+    assert [p.name for p in folder.iterdir()] == [".lock"]
 
 
 def row_of_length(length: int) -> dict:
@@ -190,7 +190,7 @@ def test_min_kept(script):
     """Fewer usable rows than --min-kept percent: non-zero, no dataset."""
     code, folder, printed = script([GOOD, "{bad"], "--min-kept", "51")
     assert code == 1 and "only 50.0% of the rows are usable (--min-kept 51)" in printed
-    assert list(folder.iterdir()) == []
+    assert [p.name for p in folder.iterdir()] == [".lock"]
     assert script([GOOD, "{bad"], "--min-kept", "50")[0] == 0
 
 
@@ -218,6 +218,38 @@ def test_workers_write_the_same(script, tmp_path):
         assert (one / name).read_bytes() == (two / name).read_bytes(), name
 
 
+def test_one_name_in_two_folders(script, tmp_path):
+    """Two input files of one name are both read and both part of what a second run compares."""
+    for name, row in (("a", GOOD), ("b", {"prompt": "a", "response": "b"})):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "x.jsonl", row)
+    pattern = tmp_path / "*" / "x.jsonl"
+    assert script(pattern)[0] == 0
+    write(tmp_path / "a" / "x.jsonl", GOOD, GOOD)
+    code, folder, printed = script(pattern)
+    assert code == 2 and "inputs.x.jsonl" in printed and counts(folder)["kept"] == 2
+
+
+def test_fault_in_our_code_names_the_row(script, monkeypatch):
+    """An exception that is no drop ends the run with its traceback and the row's place; exit code 1."""
+    monkeypatch.setattr(prepare.Rows, "_conversation", lambda *_: 1 / 0)
+    code, folder, printed = script([GOOD])
+    assert code == 1 and "in.jsonl:1: ZeroDivisionError: division by zero" in printed and "Traceback" in printed
+    assert [p.name for p in folder.iterdir()] == [".lock"]
+
+
+def test_config_file(script, tmp_path):
+    """Flags may stand in a YAML file, mappings included; one given on the command line wins."""
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        "prepare:\n  chat_template_kwargs: {thinking: false}\n  max_seq_len: 99\n  draft_vocab_size: 200\n"
+    )
+    code, folder, _ = script([GOOD], "--config", str(config), "--draft-vocab-size", "300")
+    made = json.loads((folder / "metadata.json").read_text())["settings"]
+    assert (code, made["max_seq_len"], made["draft_vocab_size"]) == (0, 99, 300)
+    assert made["chat_template_kwargs"] == {"thinking": False}
+
+
 def die(raws):
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -227,7 +259,7 @@ def test_killed_worker_is_told(script, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "_work", die)
     code, folder, printed = script([GOOD], "--workers", "2")
     assert code == 1 and "a worker process was killed" in printed
-    assert list(folder.iterdir()) == []
+    assert [p.name for p in folder.iterdir()] == [".lock"]
 
 
 @pytest.mark.parametrize(
@@ -237,6 +269,7 @@ def test_killed_worker_is_told(script, tmp_path, monkeypatch):
         (["--chat-template-kwargs", "[1]"], "expected a JSON object"),
         (["--role", "x=boss"], "expected NAME=system"),
         (["--input", "nothing.jsonl"], "--input nothing.jsonl: no such file"),
+        (["--max-seq-len", "300000"], "the target takes at most 262144 tokens"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
     ],
 )
