@@ -28,7 +28,6 @@ from transformers import (
 )
 
 VOCAB_SIZE = 256
-MEDIA_TOKEN_ID = 5
 LLAMA_4_SCALING = {"original_max_position_embeddings": 8, "beta": 0.5}
 LAYER_IDS = {
     "llama": [5, 0, 2],  # in this order: speculators returned them ascending
@@ -46,7 +45,6 @@ class TinyTokenizer(PreTrainedTokenizerFast):
     pass
 """
 IMAGE_PROCESSOR_CODE = """\
-import torch
 from transformers.image_processing_utils import BaseImageProcessor
 
 
@@ -55,13 +53,6 @@ class TinyImageProcessor(BaseImageProcessor):
 
     def media_tokens_calculator(self, media):
         return 1
-
-    def preprocess(self, chunks):
-        num_patches = 4 * len(chunks)
-        return {
-            "pixel_values": torch.zeros(num_patches, 3, 14, 14),
-            "grid_thws": torch.tensor([[1, 2, 2]] * len(chunks)),
-        }
 """
 CONFIG_CODE = "from vllm.transformers_utils.configs.kimi_k25 import KimiK25Config\n"
 
@@ -140,7 +131,6 @@ def gemma_model() -> PreTrainedModel:
 
 def save_tokenizer(folder: Path) -> None:
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"t{i}": i for i in range(3, VOCAB_SIZE)}
-    vocab["<|media_pad|>"] = vocab.pop(f"t{MEDIA_TOKEN_ID}")
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
@@ -179,7 +169,7 @@ def wrap_as_kimi(deepseek: Path, folder: Path) -> None:
         "auto_map": {"AutoConfig": "configuration_kimi.KimiK25Config"},
         "text_config": text_config,
         "vision_config": vision_config,
-        "media_placeholder_token_id": MEDIA_TOKEN_ID,
+        "media_placeholder_token_id": 5,
         "dtype": "float32",
     }
     (folder / "config.json").write_text(json.dumps(config, indent=1))

@@ -154,6 +154,8 @@ CHAIN = [
     ("result", "deepseek-short", "Boolean value of Tensor with more than one value is ambiguous"),
     ("sampling", "deepseek-short", "State error: sample_tokens() must be called"),
 ]
+# No failure of the eleven, but the tiny Kimi has no vision weights, nor a processor that takes images.
+TEXT_ONLY = {"model config", "checkpoint's dtype", "dtype argument"}
 # Half repairs, which only the chain needs: one failure of a place repaired, the next one of it left.
 HALF_REPAIRS = {
     "gate only": {"if not supports_eagle3(model):": "if False:"},
@@ -165,12 +167,13 @@ HALF_REPAIRS = {
 }
 
 
-def chain_site(names: list, site: Path) -> Path:
+def chain_site(names: list, site: Path, others: set = frozenset()) -> Path:
+    """0.3.0 with the failures of these names repaired, whole or half, and other repairs."""
     edits = {}
     for name in names:
         # "model gate" is what comes after "gate only", and takes the place as shipped
         edits |= HALF_REPAIRS.get(name, {}) if not (name == "gate only" and "model gate" in names) else {}
-    return partly_repaired_site("0.3.0", site, {name for name in names if name not in HALF_REPAIRS}, edits)
+    return partly_repaired_site("0.3.0", site, {*names, *others} - HALF_REPAIRS.keys(), edits)
 
 
 @pytest.mark.parametrize("number", range(1, len(CHAIN) + 1))
@@ -178,7 +181,8 @@ def test_each_failure_of_the_unpatched_pair_comes_when_those_before_it_are_repai
     """Eleven failures, one after the other: with the first n-1 repaired, run fails with the text of the n-th."""
     names = [name for name, _, _ in CHAIN[: number - 1]]
     _, target, message = CHAIN[number - 1]
-    result = run(chain_site(names, tmp_path / "site"), target, [batch("three"), batch("three")])
+    site = chain_site(names, tmp_path / "site", TEXT_ONLY if target == "kimi" and number > 1 else set())
+    result = run(site, target, [batch("three"), batch("three")])
     text = result.log + str(result.facts)
     assert message in text, text[-3000:]
     failed_calls = {"result": {"0", "1"}, "sampling": {"1"}}.get(CHAIN[number - 1][0])  # the others end the process
