@@ -11,6 +11,7 @@ import glob
 import gzip
 import io
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 TEXT_PARTS = ("text", "input_text", "output_text")
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
+BETWEEN_ELEMENTS = re.compile(r"[\s,]*")
 FOLDER_INFO = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 
 
@@ -207,37 +209,24 @@ def _json_rows(path: Path) -> Iterator[tuple[bytes | dict[str, Any], float]]:
 
 def _array_rows(path: Path, file: IO[bytes], chunk: int = 1 << 20) -> Iterator[dict[str, Any]]:
     """The elements of a JSON array, decoded one at a time so that a large file takes little memory."""
-    text = io.TextIOWrapper(file, encoding="utf-8-sig")
-    decode, buffer, position, ended = json.JSONDecoder().raw_decode, "", 0, False
-    expect = "["
-    while True:
-        buffer, position = buffer[position:].lstrip(), 0
-        if not buffer and not (buffer := text.read(chunk)):
-            raise ValueError(f"{path}: a JSON array that does not end with ]")
-        buffer = buffer.lstrip()
-        if buffer.startswith("]") and expect != "[":
-            return
-        if not buffer:
-            continue
-        if buffer[0] in expect:
-            expect, position = "", 1
-            continue
-        if expect:
-            raise ValueError(f"{path}: expected {' or '.join(expect)} in the JSON array, found {buffer[:20]!r}")
+    text, scan = io.TextIOWrapper(file, encoding="utf-8-sig"), json.JSONDecoder().raw_decode
+    buffer, at = "", 0
+    while not (buffer := buffer.lstrip()):
+        buffer = text.read(chunk)
+    assert buffer[0] == "[", path
+    buffer = buffer[1:]
+    while not buffer.startswith("]", at := BETWEEN_ELEMENTS.match(buffer, at).end()):
         try:
-            element, end = decode(buffer)
-            complete = end < len(buffer)  # a number at the end of the buffer may go on
+            element, end = scan(buffer, at)
         except ValueError:
-            complete = False
-        if complete:
+            end = len(buffer)
+        if end < len(buffer):  # at the end of the buffer a number might go on
             yield element
-            expect, position = ",", end
-        elif more := text.read(max(chunk, len(buffer))):
-            buffer += more
+            at = end
+        elif more := text.read(max(chunk, len(buffer) - at)):
+            buffer, at = buffer[at:] + more, 0
         else:
-            ended = True
-        if ended:
-            raise ValueError(f"{path}: not valid JSON near {buffer[:40]!r}")
+            raise ValueError(f"{path}: the JSON array is broken near its element {buffer[at : at + 40]!r}")
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[dict[str, Any], float]]:
