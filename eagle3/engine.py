@@ -3,6 +3,7 @@
 vllm is imported inside the functions, so that a script's `--help` and its checks stay quick.
 """
 
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -55,10 +56,14 @@ def versions() -> dict[str, str]:
 
 
 def prepare_environment(tp_size: int) -> None:
-    """Set what vLLM reads from the environment, where the user has not set it. Call before anything imports vllm."""
+    """Set what vLLM reads from the environment, where the user has not set it. Call before anything imports vllm.
+
+    On CPU each rank gets its share of the processors by name: vLLM's own binding keeps one processor idle, and with
+    more than one rank fails with "Not enough allowed NUMA nodes".
+    """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if on_cpu() and tp_size > 1:  # vLLM's own binding fails with "Not enough allowed NUMA nodes"
+    if on_cpu():
         cpus = sorted(os.sched_getaffinity(0))
         share = max(len(cpus) // tp_size, 1)
         groups = [cpus[i * share % len(cpus) :][:share] for i in range(tp_size)]
@@ -66,9 +71,12 @@ def prepare_environment(tp_size: int) -> None:
 
 
 def start(model: Path, *, tp_size: int, gpu_memory_utilization: float, max_model_len: int, **more: Any) -> "LLM":
-    """Load a model into vLLM's engine; `more` goes to vllm.LLM as it is."""
+    """Load a model into vLLM's engine without its tokenizer (every stage feeds ids); `more` goes to vllm.LLM."""
     prepare_environment(tp_size)
     from vllm import LLM
+
+    # vLLM warms up a chat template even where there is no tokenizer, and logs a traceback about it
+    logging.getLogger("vllm.renderers.base").setLevel(logging.ERROR)
 
     arguments: dict[str, Any] = {
         "model": str(model),
@@ -77,7 +85,7 @@ def start(model: Path, *, tp_size: int, gpu_memory_utilization: float, max_model
         **_text_only(),
     }
     if on_cpu():
-        arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE_GIB << 30
+        arguments |= {"kv_cache_memory_bytes": CPU_KV_CACHE_GIB << 30, "enforce_eager": True}
     else:
         arguments["gpu_memory_utilization"] = gpu_memory_utilization
     return LLM(**arguments | more)

@@ -111,7 +111,7 @@ def _check_fit(draft: Path, config: dict[str, Any], target: Target) -> None:
 
 
 def read_benchmark(path: Path, model_chat: chat.Chat, room: int, limit: int | None) -> list[Prompt]:
-    """The first `limit` prompts of a file, rendered; unusable ones are printed by reason. ValueError if none is left."""
+    """The first `limit` prompts of a file, rendered; unusable ones are printed. ValueError if none is left."""
     drops, prompts = conversations.Drops(), []
     for prompt in conversations.read_prompts([path], drops):
         if limit is not None and len(prompts) == limit:
@@ -189,7 +189,6 @@ def start_engine(evaluation: Evaluation, *, with_draft: bool) -> "LLM":
         gpu_memory_utilization=options.gpu_memory_utilization,
         max_model_len=min(evaluation.max_model_len, evaluation.target.max_positions),
         dtype=str(engine.dtype_for(evaluation.target)).removeprefix("torch."),
-        skip_tokenizer_init=True,
         max_num_seqs=options.concurrency,
         enable_prefix_caching=False,
         disable_log_stats=False,
@@ -258,6 +257,17 @@ def summarise(evaluation: Evaluation, plain: dict[str, Pass], drafted: dict[str,
         "temperature": 0,
         "versions": engine.versions(),
         "benchmarks": rows,
+        "answers": [
+            {
+                "benchmark": name,
+                "id": a.prompt.id,
+                "category": a.prompt.category,
+                "tokens": a.ids,
+                "accepted": a.accepted,
+            }
+            for name, drafted_pass in drafted.items()
+            for a in drafted_pass.answers
+        ],
     }
 
 

@@ -4,7 +4,6 @@ The plan fixes which samples each shard holds before anything runs, so the set o
 there is: a run that was killed goes on with the shards that are missing.
 """
 
-import logging
 import os
 import shutil
 import signal
@@ -240,8 +239,6 @@ def start_engine(extraction: Extraction) -> "LLM":
     """Load the target with the capturing worker, set up for prefill alone."""
     options = extraction.options
     step_tokens = options.batch_size * options.max_seq_len
-    # vLLM warms up a chat template even where there is no tokenizer, and logs a traceback about it
-    logging.getLogger("vllm.renderers.base").setLevel(logging.ERROR)
     plan = {
         "output_dir": str(extraction.folder.resolve()),
         "shared": extraction.metadata["shared"],

@@ -161,7 +161,6 @@ def _answer_rest(generation: Generation, done: dict[str, str]) -> None:
         gpu_memory_utilization=options.gpu_memory_utilization,
         max_model_len=generation.max_model_len,
         dtype=str(engine.dtype_for(generation.chat.target)).removeprefix("torch."),
-        skip_tokenizer_init=True,
         max_num_seqs=options.batch_size,
         seed=options.seed,
     )

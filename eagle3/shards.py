@@ -6,7 +6,7 @@ On disk, in this order, with all samples of a shard one after another:
     input_ids      int32 [tokens]
     hidden_states  [tokens, layers, hidden]      float32, bfloat16 or float8_e4m3fn
     loss_mask      uint8 [tokens]                1: the target itself would generate this token
-The header's metadata holds the sample ids, the checksums (xxh3, one a sample and tensor) and what the whole set
+The header's metadata holds the sample ids, the checksums (xxh3 of each sample's tensors) and what the whole set
 shares: format, layer ids, layer convention, target fingerprint, versions. A file under its final name is always whole:
 it is written under a temporary name at known positions, flushed, and renamed.
 """
@@ -107,11 +107,11 @@ class ShardWriter:
         self._temporary = files.temporary_name(self.path)
         tensors = _layout(content, form)
         header = _header(content, form, [])
-        self._data_start = 8 + (len(header) + _checksum_room(content) + 7) // 8 * 8
+        self._data_start = 8 + (len(header) + _checksum_room(content, form) + 7) // 8 * 8
         self._starts = {name: self._data_start + start for name, (_, _, start, _) in tensors.items()}
         self._file = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         self._rows = [0] * len(content.sample_ids)
-        self._digests = [xxhash.xxh3_64() for _ in content.sample_ids]
+        self._digests = [_digests(form.has_scale) for _ in content.sample_ids]
         self._lock, self._claimed = threading.Lock(), False
         for name in ("offsets", "input_ids", "loss_mask"):
             self._write(np.ascontiguousarray(getattr(content, name)), self._starts[name])
@@ -120,7 +120,7 @@ class ShardWriter:
         """Write `states` [n, layers, hidden] (CPU, contiguous) as rows row..row+n of a sample; its scales with fp8."""
         length = int(self.content.offsets[sample + 1] - self.content.offsets[sample])
         if row == 0:
-            self._rows[sample], self._digests[sample] = 0, xxhash.xxh3_64()
+            self._rows[sample], self._digests[sample] = 0, _digests(self.form.has_scale)
         if row != self._rows[sample] or row + len(states) > length:
             raise RuntimeError(
                 f"{self.path.name}, sample {self.content.sample_ids[sample]!r}: expected rows from "
@@ -147,7 +147,7 @@ class ShardWriter:
         """Write the header, flush to disk, give the shard its final name."""
         if not self.complete:
             raise RuntimeError(f"{self.path.name}: not every sample has all its rows; nothing was published")
-        header = _header(self.content, self.form, [d.hexdigest() for d in self._digests])
+        header = _header(self.content, self.form, [_checksum(d) for d in self._digests])
         room = self._data_start - 8
         assert len(header) <= room, (len(header), room)
         self._write(room.to_bytes(8, "little") + header.ljust(room), 0)
@@ -163,9 +163,9 @@ class ShardWriter:
             self._temporary.unlink()
 
     def _write_rows(self, name: str, at: int, rows: torch.Tensor, sample: int) -> None:
-        data = rows.contiguous().view(torch.uint8).numpy().reshape(-1)
+        data = _bytes_of(rows)
         self._write(data, self._starts[name] + at * (data.nbytes // len(rows)))
-        self._digests[sample].update(data)
+        self._digests[sample][name].update(data)
 
     def _write(self, data: np.ndarray | bytes, position: int) -> None:
         view = memoryview(data).cast("B")
@@ -191,9 +191,9 @@ def _layout(content: ShardContent, form: ShardFormat) -> dict[str, tuple[str, li
     return layout
 
 
-def _checksum_room(content: ShardContent) -> int:
-    """Bytes that the header grows by once its checksums are known: 16 hex digits, escaped quotes, a comma, a space."""
-    return 24 * len(content.sample_ids)
+def _checksum_room(content: ShardContent, form: ShardFormat) -> int:
+    """Bytes that the header grows by once the checksums are known: their digits, escaped quotes, a comma, a space."""
+    return (16 * (1 + form.has_scale) + 8) * len(content.sample_ids)
 
 
 def _header(content: ShardContent, form: ShardFormat, digests: list[str]) -> bytes:
@@ -203,6 +203,20 @@ def _header(content: ShardContent, form: ShardFormat, digests: list[str]) -> byt
     layout = _layout(content, form)
     entries = {n: {"dtype": c, "shape": s, "data_offsets": [a, b]} for n, (c, s, a, b) in layout.items()}
     return json.dumps({"__metadata__": metadata} | entries).encode()
+
+
+def _digests(has_scale: bool) -> dict[str, xxhash.xxh3_64]:
+    """A running checksum of each of a sample's tensors."""
+    return {name: xxhash.xxh3_64() for name in ("hidden_states", *(["scale"] if has_scale else []))}
+
+
+def _checksum(digests: dict[str, xxhash.xxh3_64]) -> str:
+    return "".join(digest.hexdigest() for digest in digests.values())
+
+
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    """A CPU tensor's memory, uint8 [bytes]."""
+    return tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
 
 
 def _tokens_checksum(*arrays: np.ndarray) -> str:
@@ -279,11 +293,10 @@ class Shard:
         if _tokens_checksum(self.offsets, self.input_ids, self.loss_mask) != self.metadata["checksum_tokens"]:
             found.append(f"{self.path}: ids, mask or offsets do not match their checksum")
         for index, expected in enumerate(self.metadata["checksums"]):
-            digest = xxhash.xxh3_64()
-            for tensor in self.stored(index):
-                if tensor is not None:
-                    digest.update(tensor.contiguous().view(torch.uint8).numpy().reshape(-1))
-            if digest.hexdigest() != expected:
+            digests = _digests(self._scale is not None)
+            for digest, tensor in zip(digests.values(), self.stored(index), strict=False):
+                digest.update(_bytes_of(tensor))
+            if _checksum(digests) != expected:
                 found.append(f"{self.path}: sample {self.sample_ids[index]!r} does not match its checksum")
         return found
 

@@ -7,7 +7,9 @@ import torch
 from torch.nn import functional as F
 
 from eagle3.batches import PackedBatch
-from eagle3.draft import Draft, DraftConfig, Teacher
+from eagle3.draft import Draft, DraftConfig, Teacher, rotary_frequencies
+from eagle3.shards import Sample
+from eagle3.vocab import DraftVocab
 
 SMALL = {
     "hidden_size": 24,
@@ -103,6 +105,33 @@ def row_loss(logits: torch.Tensor, taught: torch.Tensor, loss: str) -> torch.Ten
     return mix * kl + (1 - mix) * (1 - overlap)
 
 
+def walk(draft: Draft, vocab: DraftVocab, sample: Sample, num_drafts: int) -> list[int]:
+    """Accepted drafts of each pass when `sample`, whose answer is greedy, is served: row r, then r + accepted + 1.
+
+    The first pass drafts on the prompt's last row. Passes whose drafts could reach past the last token are left out.
+    """
+    ids, row = sample.input_ids, int(sample.loss_mask.int().argmax()) - 1
+    fused = [draft.fc.weight @ s[:3].flatten() for s in sample.hidden_states]
+    cache = [_key_value(draft, fused[t], ids[t + 1], t) for t in range(len(ids) - 1)]
+    passes = []
+    while row + 1 + num_drafts < len(ids):
+        passes.append(_accepted(draft, vocab, ids, fused[row], cache[: row + 1], row, num_drafts))
+        row += passes[-1] + 1
+    return passes
+
+
+def _accepted(draft: Draft, vocab: DraftVocab, ids, hidden, keys, row: int, num_drafts: int) -> int:
+    """How many drafts on `row` are the target's own next tokens."""
+    for i in range(num_drafts):
+        if i:
+            keys = [*keys, _key_value(draft, hidden, ids[row + 1 + i], row + i)]
+        hidden, logits = _layer(draft, hidden, ids[row + 1 + i], row + i, keys)
+        guess = int(logits.argmax())
+        if guess + vocab.d2t[guess] != ids[row + 2 + i]:
+            return i
+    return num_drafts
+
+
 def _inputs(draft: Draft, hidden, token):
     layer, eps = draft.layers[0], draft.config.norm_eps
     embedded = draft.embed_tokens.weight[token]
@@ -111,12 +140,17 @@ def _inputs(draft: Draft, hidden, token):
 
 
 def _rotate(draft: Draft, heads, position):
-    """heads [n, d] by the angle position * theta^(-2j/d) in the plane of coordinates j and j + d/2."""
+    """heads [n, d] turned in the plane of coordinates j and j + d/2, at theta^(-2j/d) a position unless yarn says more."""
     half = heads.shape[1] // 2
-    theta = draft.config.rope["rope_theta"]
-    angle = position * theta ** (-torch.arange(half, dtype=heads.dtype) / half)
+    rope = draft.config.rope
+    factor = 1.0
+    frequencies = rope["rope_theta"] ** (-torch.arange(half, dtype=heads.dtype) / half)
+    if rope["rope_type"] != "default":  # Transformers' own yarn
+        frequencies, factor = rotary_frequencies(draft.config)
+    angle = position * frequencies.to(heads.dtype)
+    cos, sin = factor * angle.cos(), factor * angle.sin()
     a, b = heads[:, :half], heads[:, half:]
-    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], 1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], 1)
 
 
 def _key_value(draft: Draft, hidden, token, position):

@@ -1,0 +1,24 @@
+"""The numbered scripts, run as a user runs them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(script: str, *flags: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a script from the repository's root; stdout and stderr are captured as one log would hold them."""
+    command = [sys.executable, script, *map(str, flags)]
+    environment = os.environ | {"VLLM_LOGGING_LEVEL": "WARNING"} | (env or {})
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600
+    )
+
+
+def succeed(script: str, *flags: object) -> str:
+    """The log of a run that must end with exit code 0."""
+    result = run(script, *flags)
+    assert result.returncode == 0, result.stdout[-6000:]
+    return result.stdout
