@@ -112,7 +112,7 @@ class Chat:
     def _spoken(self) -> re.Pattern[str]:
         """Control tokens that the target may not have inside an answer's text: those that end or start turns."""
         visible = {str(t) for t in self.tokenizer.added_tokens_decoder.values() if not t.special}
-        return _any_of(t for t in self.control_tokens if t not in visible)
+        return _any_of(t for t, i in self.control_tokens.items() if t not in visible or i in self.stop_ids)
 
     @cached_property
     def _control(self) -> re.Pattern[str]:
@@ -302,7 +302,7 @@ class Chat:
             text = _reasoned(opening, reasoning) + (answer if opening == THINK_OPEN else answer.lstrip("\n"))
         _check_written(text, message)
         lost = bool(conversation.messages[place].get("reasoning")) and not reasoning
-        return (_without_end(text, message) if cut else self._to_end_of_turn(text)), lost
+        return (_without_end(text, message) if cut else self._to_end_of_turn(text, message)), lost
 
     def _turn_text(self, head: str, before: list[Message], message: Message, tools: list[dict[str, Any]] | None) -> str:
         """The template's own rendering of the turn `message` after the text `head`, the rendering of `before`.
@@ -321,10 +321,29 @@ class Chat:
             raise Drop("template_rewrites_prompt", f"{full[-40:]!r} stands after another text than its prompt")
         return full[len(head) :]
 
-    def _to_end_of_turn(self, text: str) -> str:
-        """`text` up to its last control token, when only whitespace follows."""
+    def _to_end_of_turn(self, text: str, message: Message) -> str:
+        """`text` up to its last control token, when only whitespace follows.
+
+        Without one, the token that ends the turn is the one with which the next turn starts, if that is a stop token.
+        """
         ends = [m.end() for m in self._spoken.finditer(text)]
-        return text[: ends[-1]] if ends and not text[ends[-1] :].strip() else text
+        if not ends:
+            return text + self._next_turn[bool(message.get("tool_calls"))]
+        return text if text[ends[-1] :].strip() else text[: ends[-1]]
+
+    @cached_property
+    def _next_turn(self) -> tuple[str, str]:
+        """The stop tokens with which a user's turn and a tool's result start right after an answer; empty if none."""
+        result = {"role": "tool", "content": "x", "tool_call_id": "0"}
+        return self._first_token({"role": "user", "content": "x"}), self._first_token(result)
+
+    def _first_token(self, turn: Message) -> str:
+        try:
+            before, whole = (self._render([*PROBE, *more], None, add_generation_prompt=False) for more in ([], [turn]))
+        except Drop:
+            return ""
+        first = self._spoken.match(whole, len(before)) if whole.startswith(before) else None
+        return first.group() if first and self.control_tokens[first.group()] in self.stop_ids else ""
 
     def _append(self, samples: list[Sample], turn: Turn, max_tokens: int) -> bool:
         """Continue the last sample with this answer where its prompt does, else begin one; False if too long."""

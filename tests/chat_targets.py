@@ -66,6 +66,15 @@ def write_parts(folder: Path) -> None:
     write_fast(folder, (TEMPLATES / "parts.jinja").read_text(), CHATML, (), "<|endoftext|>", "<|im_end|>")
 
 
+def write_glm(folder: Path) -> None:
+    """A template without end-of-turn tokens: the target stops with the token that starts the next turn."""
+    special = ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+    visible = (*THINK, "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+    write_fast(folder, (TEMPLATES / "glm.jinja").read_text(), special, visible, "<sop>", "<|endoftext|>")
+    stops = [512 + special.index(t) for t in ("<|endoftext|>", "<|user|>", "<|observation|>")]
+    write_json(folder / "generation_config.json", {"eos_token_id": stops})
+
+
 def write_qwen3(folder: Path) -> None:
     visible = (*THINK, "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
     write_fast(folder, (TEMPLATES / "qwen3.jinja").read_text(), CHATML, visible, "<|endoftext|>", "<|im_end|>")
@@ -95,6 +104,7 @@ TARGETS: dict[str, tuple[Callable[[Path], None], dict[str, Any]]] = {
     "smollm2": (write_smollm2, {}),
     "llama3": (write_llama3, {}),
     "parts": (write_parts, {}),
+    "glm": (write_glm, {}),
     "deepseek_r1": (lambda folder: write_deepseek(folder, "deepseek_r1"), {}),
     "deepseek_v31": (lambda folder: write_deepseek(folder, "deepseek_v31"), {"thinking": True}),
     "deepseek_v31_instant": (lambda folder: write_deepseek(folder, "deepseek_v31"), {}),
@@ -190,6 +200,17 @@ EXPECTED: dict[str, dict[str, list[list[str]] | None]] = {
         "two_turns": [["1" + END, "2\n" + END]],
         "reasoning": [["1" + END, "2" + END]],
         "tools": None,
+    },
+    "glm": {
+        "plain": [["\n<think></think>\n" + PLAIN + "<|user|>"]],
+        "two_turns": [["\n<think></think>\n1<|user|>", "\n<think></think>\n2<|user|>"]],
+        "reasoning": [["\n<think>I count</think>\n1<|user|>"], ["\n<think>again</think>\n2<|user|>"]],
+        "tools": [
+            [
+                '\n<think></think>\n<tool_call>f\n{"a": "é"}\n</tool_call><|observation|>',
+                "\n<think></think>\nIt is 42.<|user|>",
+            ]
+        ],
     },
     "llama3": {
         "plain": [[PLAIN + "<|eot_id|>"]],

@@ -15,10 +15,8 @@ from eagle3.conversations import Conversation, Drop, Raw, parse
 from eagle3.target import Target
 
 LOCAL = [name for name in TARGETS if name != "smollm2"]
-ENDS = {
-    name: "<|eot_id|>" if name == "llama3" else "<｜end▁of▁sentence｜>" if "deepseek" in name else "<|im_end|>"
-    for name in TARGETS
-}
+FAMILY_ENDS = {"llama3": "<|eot_id|>", "glm": "<|user|>", "deepseek": "<｜end▁of▁sentence｜>"}
+ENDS = {name: FAMILY_ENDS.get(name.split("_")[0], "<|im_end|>") for name in TARGETS}
 
 
 @cache
@@ -86,7 +84,9 @@ def test_supervised_spans_give_back_the_answers(name, turns):
     spans = [span for sample in made for span in supervised(name, sample)]
     assert len(spans) == len(turns)
     for span, (_, answer) in zip(spans, turns, strict=True):
-        text = span.removeprefix("<think>").lstrip("\n").removeprefix("</think>") if "instant" not in name else span
+        text = (
+            span if "instant" in name else span.strip("\n").removeprefix("<think>").strip("\n").removeprefix("</think>")
+        )
         assert text.endswith(ENDS[name])
         assert text.removesuffix(ENDS[name]).strip() == answer.strip()
         if name in ("kimi", "kimi_instant", "deepseek_v31_instant"):  # templates that change nothing
