@@ -10,8 +10,7 @@ which the server would generate it. Where the next prompt continues the sample a
 """
 
 import re
-import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,11 +18,10 @@ from typing import Any
 from eagle3 import files
 from eagle3.conversations import THINK_CLOSE, THINK_OPEN, Conversation, Drop, Message
 from eagle3.target import Target
+from eagle3.tokenizer import check_tokenizer, decode, encoder, load_tokenizer, same_text
 
 TURNS = ("each", "last")
-HARD_TEXT = "Grüße <think>你好</think> 🤷🏽‍♀️ 司马 é\n\n\n  x\t'll 1234567 \n"
 PROBE = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 MANY_ANSWERS = 8  # from which on rendering every prompt whole takes longer than the text itself
 LOOK_BACK = 64  # characters at the end of a prompt in which its header stands
 OPENING = re.compile(rf"(?:{THINK_OPEN}\s*)?(?:{THINK_CLOSE}\s*)?\Z")
@@ -71,7 +69,7 @@ class Chat:
 
     def __init__(self, target: Target, tokenizer: Any, template_kwargs: dict[str, Any]) -> None:
         self.target, self.tokenizer, self.template_kwargs = target, tokenizer, template_kwargs
-        self.encode = _encoder(tokenizer)
+        self.encode = encoder(tokenizer)
         self._headers: dict[str, list[int]] = {}
 
     @cached_property
@@ -159,7 +157,7 @@ class Chat:
 
     def decode(self, ids: list[int]) -> str:
         """The text of ids, special tokens included."""
-        return _decode(self.tokenizer, ids)
+        return decode(self.tokenizer, ids)
 
     def _render(self, messages: list[Message], tools: list[dict[str, Any]] | None, add_generation_prompt: bool) -> str:
         try:
@@ -387,7 +385,7 @@ class Chat:
         if exact:
             return None
         alone = self.encode(more)
-        return alone if _same_text(self.decode(before + alone), header + more) else None
+        return alone if same_text(self.decode(before + alone), header + more) else None
 
 
 def joined(parts: list[dict[str, str]]) -> str:
@@ -485,7 +483,7 @@ def _function_as_served(function: dict[str, Any]) -> dict[str, Any]:
     return served | ({"strict": function["strict"]} if function.get("strict") is not None else {})
 
 
-def _any_of(texts: Any) -> re.Pattern[str]:
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """A pattern of any of the texts, the longest first; their first characters stand in front, which is faster."""
     texts = sorted(texts, key=len, reverse=True)
     if not texts:
@@ -517,91 +515,9 @@ def load(target: Target, trust_remote_code: bool = False, template_kwargs: dict[
     if not tokenizer.chat_template:
         raise ValueError(f"{target.path}: has no chat template (chat_template.jinja, or in tokenizer_config.json)")
     chat = Chat(target, tokenizer, template_kwargs or {})
-    _check_tokenizer(target, chat)
+    check_tokenizer(target, tokenizer, chat.encode, chat.control_tokens)
     assert any(chat.probe.loss_mask), "nothing is supervised"
     for key in chat.template_kwargs:
         if not re.search(rf"\b{re.escape(key)}\b", chat.template):
             raise ValueError(f"--chat-template-kwargs: the target's chat template knows no {key!r}")
     return chat
-
-
-def load_tokenizer(target: Target, trust_remote_code: bool) -> Any:
-    """The tokenizer of the class that tokenizer_config.json declares. ValueError if another one would be loaded.
-
-    Transformers 5 converts a remote slow tokenizer into a fast one of its own when it may not run the remote code,
-    and then says nothing of it; its ids can differ.
-    """
-    from transformers import AutoTokenizer
-
-    config = target.tokenizer_config
-    remote = (config.get("auto_map") or {}).get("AutoTokenizer")
-    remote = [remote] if isinstance(remote, str) else [name for name in remote or [] if name]
-    if remote and not trust_remote_code:
-        raise ValueError(
-            f"{target.path}: its tokenizer is Python code of its own ({remote[0]}); add --trust-remote-code"
-        )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            target.path, trust_remote_code=trust_remote_code, local_files_only=True
-        )
-    except Exception as error:
-        raise ValueError(f"{target.path}: its tokenizer cannot be loaded: {type(error).__name__}: {error}") from error
-    expected = {name.rsplit(".", 1)[-1] for name in remote} or _builtin_names(target)
-    if expected and (found := type(tokenizer).__name__) not in expected:
-        raise ValueError(
-            f"{target.path}: expected the tokenizer class {' or '.join(sorted(expected))}, found {found}: Transformers "
-            "replaced it, and its token ids may differ from those that the target was trained on"
-        )
-    return tokenizer
-
-
-def _builtin_names(target: Target) -> set[str]:
-    """The class names under which Transformers may load a declared class of its own; empty if none is declared."""
-    declared = target.tokenizer_config.get("tokenizer_class")
-    if not declared:
-        return set()
-    stem = declared.removesuffix("Fast")
-    serialised = (target.path / "tokenizer.json").is_file()  # that file is the tokenizer, whatever its class is called
-    return {stem, f"{stem}Fast", *(GENERIC_CLASSES if serialised else ())}
-
-
-def _check_tokenizer(target: Target, chat: Chat) -> None:
-    """ValueError when a hard text does not come back, a control token is not one id, or an id has no embedding."""
-    ids = chat.encode(HARD_TEXT)
-    name = type(chat.tokenizer).__name__
-    if not _same_text(chat.decode(ids), HARD_TEXT):
-        raise ValueError(f"{target.path}: {name} does not give back {HARD_TEXT!r} but {chat.decode(ids)!r}")
-    for token, expected in chat.control_tokens.items():
-        if (found := chat.encode(token)) != [expected]:
-            raise ValueError(f"{target.path}: {name} encodes {token} as {found}, expected [{expected}]")
-    highest = max((*ids, *chat.special_ids))
-    if highest >= target.vocab_size:
-        raise ValueError(
-            f"{target.path}: token id {highest} of {name}, but config.json has vocab_size {target.vocab_size}"
-        )
-
-
-def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
-    """The quickest function that gives the ids of `tokenizer(text, add_special_tokens=False)`, as a probe shows."""
-
-    def whole(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def bare(text: str) -> list[int]:
-        return tokenizer.encode(text)
-
-    def backend(text: str) -> list[int]:
-        return tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-
-    quick = backend if tokenizer.is_fast else bare
-    probe = HARD_TEXT + "".join(map(str, tokenizer.added_tokens_decoder.values()))
-    return quick if quick(probe) == whole(probe) else whole
-
-
-def _decode(tokenizer: Any, ids: list[int]) -> str:
-    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def _same_text(one: str, other: str) -> bool:
-    """Equal but for Unicode composition, which the normalisers of some tokenizers change."""
-    return unicodedata.normalize("NFC", one) == unicodedata.normalize("NFC", other)

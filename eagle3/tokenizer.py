@@ -1,0 +1,95 @@
+"""The target's tokenizer: of the class that its folder declares, and giving back what it is given."""
+
+import unicodedata
+from collections.abc import Callable
+from typing import Any
+
+from eagle3.target import Target
+
+HARD_TEXT = "Grüße <think>你好</think> 🤷🏽‍♀️ 司马 é\n\n\n  x\t'll 1234567 \n"
+GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+
+
+def load_tokenizer(target: Target, trust_remote_code: bool) -> Any:
+    """The tokenizer of the class that tokenizer_config.json declares. ValueError if another one would be loaded.
+
+    Transformers 5 converts a remote slow tokenizer into a fast one of its own when it may not run the remote code,
+    and then says nothing of it; its ids can differ.
+    """
+    from transformers import AutoTokenizer
+
+    config = target.tokenizer_config
+    remote = (config.get("auto_map") or {}).get("AutoTokenizer")
+    remote = [remote] if isinstance(remote, str) else [name for name in remote or [] if name]
+    if remote and not trust_remote_code:
+        raise ValueError(
+            f"{target.path}: its tokenizer is Python code of its own ({remote[0]}); add --trust-remote-code"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            target.path, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except Exception as error:
+        raise ValueError(f"{target.path}: its tokenizer cannot be loaded: {type(error).__name__}: {error}") from error
+    expected = {name.rsplit(".", 1)[-1] for name in remote} or _builtin_names(target)
+    if expected and (found := type(tokenizer).__name__) not in expected:
+        raise ValueError(
+            f"{target.path}: expected the tokenizer class {' or '.join(sorted(expected))}, found {found}: Transformers "
+            "replaced it, and its token ids may differ from those that the target was trained on"
+        )
+    return tokenizer
+
+
+def _builtin_names(target: Target) -> set[str]:
+    """The class names under which Transformers may load a declared class of its own; empty if none is declared."""
+    declared = target.tokenizer_config.get("tokenizer_class")
+    if not declared:
+        return set()
+    stem = declared.removesuffix("Fast")
+    serialised = (target.path / "tokenizer.json").is_file()  # that file is the tokenizer, whatever its class is called
+    return {stem, f"{stem}Fast", *(GENERIC_CLASSES if serialised else ())}
+
+
+def check_tokenizer(
+    target: Target, tokenizer: Any, encode: Callable[[str], list[int]], control_tokens: dict[str, int]
+) -> None:
+    """ValueError when a hard text does not come back, a control token is not one id, or an id has no embedding."""
+    ids = encode(HARD_TEXT)
+    name = type(tokenizer).__name__
+    if not same_text(decode(tokenizer, ids), HARD_TEXT):
+        raise ValueError(f"{target.path}: {name} does not give back {HARD_TEXT!r} but {decode(tokenizer, ids)!r}")
+    for token, expected in control_tokens.items():
+        if (found := encode(token)) != [expected]:
+            raise ValueError(f"{target.path}: {name} encodes {token} as {found}, expected [{expected}]")
+    highest = max((*ids, *control_tokens.values(), *tokenizer.all_special_ids))
+    if highest >= target.vocab_size:
+        raise ValueError(
+            f"{target.path}: token id {highest} of {name}, but config.json has vocab_size {target.vocab_size}"
+        )
+
+
+def encoder(tokenizer: Any) -> Callable[[str], list[int]]:
+    """The quickest function that gives the ids of `tokenizer(text, add_special_tokens=False)`, as a probe shows."""
+
+    def whole(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def bare(text: str) -> list[int]:
+        return tokenizer.encode(text)
+
+    def backend(text: str) -> list[int]:
+        return tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    quick = backend if tokenizer.is_fast else bare
+    probe = HARD_TEXT + "".join(map(str, tokenizer.added_tokens_decoder.values()))
+    return quick if quick(probe) == whole(probe) else whole
+
+
+def decode(tokenizer: Any, ids: list[int]) -> str:
+    """The text of ids, special tokens included."""
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def same_text(one: str, other: str) -> bool:
+    """Equal but for Unicode composition, which the normalisers of some tokenizers change."""
+    return unicodedata.normalize("NFC", one) == unicodedata.normalize("NFC", other)
