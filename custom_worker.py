@@ -55,7 +55,7 @@ class HiddenStatesWorker(PlatformWorker):
             print(f"capture route: {self.route.name}", flush=True)
             self.form = self.plan.shard_format(self.vllm_config.model_config.get_hidden_size())
             max_rows = self.vllm_config.scheduler_config.max_num_batched_tokens
-            self.transfer = Transfer(self.device, self.form, max_rows)
+            self.transfer = Transfer(self.model_runner.device, self.form, max_rows)
 
     @staticmethod
     def aux_ids(layer_ids: list[int]) -> list[int]:
