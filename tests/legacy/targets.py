@@ -19,8 +19,8 @@ from tokenizers import Tokenizer, models
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
+    GemmaConfig,
+    GemmaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -115,7 +115,7 @@ def deepseek_model(num_layers: int) -> PreTrainedModel:
 
 
 def gemma_model() -> PreTrainedModel:
-    config = Gemma2Config(
+    config = GemmaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
         intermediate_size=128,
@@ -124,9 +124,8 @@ def gemma_model() -> PreTrainedModel:
         num_key_value_heads=2,
         head_dim=32,
         initializer_range=0.2,
-        sliding_window=4096,
     )
-    return Gemma2ForCausalLM(config)
+    return GemmaForCausalLM(config)
 
 
 def save_tokenizer(folder: Path) -> None:

@@ -125,6 +125,7 @@ def worst_error(run: Run, reference: targets.Reference, calls: list) -> float:
             assert len(states) == len(expected)
             assert {layer.dtype for layer in states} == {torch.float32}
             worst = max([worst, *(relative_error(*pair) for pair in zip(states, expected, strict=True))])
+    print(f"worst relative error {worst:.1e}")
     return worst
 
 
@@ -273,7 +274,8 @@ def test_a_forward_that_differs_from_vllms_own_is_refused_at_the_first_batch(run
     if target == "llama-4-scaling":
         worker.write_text(worker.read_text().replace(repair.repaired, repair.shipped["0.3.0"]))
     result = run(site, target, [batch("three")])
-    assert "of vLLM disagree: relative error" in result.facts["errors"]["0"], result.log[-3000:]
+    assert result.facts, result.log[-3000:]
+    assert "of vLLM disagree: relative error" in result.facts["errors"]["0"]
     assert "_proving_forward" in result.facts["errors"]["0"]
 
 
