@@ -7,8 +7,9 @@
 
 A step is forward, backward, clipping to norm 1, fused AdamW; the head and the embedding are frozen, the loss is KL.
 First each side scores the batch row by row: the largest difference of a row's KL at any step, over the rows that both
-supervise, is printed and must be small. Then each runs `--repeats` steps after 3 to warm up; seconds are the median.
-Peak memory is what the allocator handed out during those. TFLOP/s counts the arithmetic that each side really does.
+supervise, is printed and must be small. Then each runs `--repeats` steps in a row, after 3 to warm up.
+speculators computes every row whatever the share, so it runs for the first share only.
+Peak memory is what the allocator handed out meanwhile. TFLOP/s counts the arithmetic that each side really does.
 
 Needs speculators 0.9.0 (`--ours-only` does without). Weights, states and ids are random.
 """
@@ -16,7 +17,6 @@ Needs speculators 0.9.0 (`--ours-only` does without). Weights, states and ids ar
 import argparse
 import gc
 import json
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -291,25 +291,23 @@ def synchronize(case: Case) -> None:
 
 
 def timed(case: Case, step: Callable, batches: list, flops: float, repeats: int) -> dict[str, float]:
-    """The median step in turn over the batches, after warming up."""
+    """The mean of `repeats` steps in a row, in turn over the batches, after warming up."""
     for index in range(WARM_UP):
         step(batches[index % len(batches)])
     if case.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    seconds = []
+    synchronize(case)
+    start = time.perf_counter()
     for index in range(repeats):
-        synchronize(case)
-        start = time.perf_counter()
         step(batches[index % len(batches)])
-        synchronize(case)
-        seconds.append(time.perf_counter() - start)
-    median = statistics.median(seconds)
+    synchronize(case)
+    seconds = (time.perf_counter() - start) / repeats
     peak = torch.cuda.max_memory_allocated() if case.device.type == "cuda" else float("nan")
     return {
-        "step_s": round(median, 4),
-        "tokens_per_s": round(case.tokens / median),
+        "step_s": round(seconds, 4),
+        "tokens_per_s": round(case.tokens / seconds),
         "peak_gb": round(peak / 1e9, 1),
-        "tflops": round(flops / median / 1e12, 2),
+        "tflops": round(flops / seconds / 1e12, 2),
     }
 
 
@@ -332,26 +330,40 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def measure(case: Case, repeats: int, ours_only: bool, attention: str) -> Iterator[dict[str, Any]]:
-    """Yields a line of results for ours, and with the peer: how the two agree, the peer's, the ratio."""
-    batches = [random_batch(case, seed) for seed in (1, 2)]
+def measure_ours(case: Case, batches: list[PackedBatch], repeats: int) -> tuple[torch.Tensor, dict[str, float]]:
+    """The row losses of the first batch, and the results."""
     draft, teacher = draft_and_teacher(case)
     rows = our_rows(case, draft, teacher, batches[0])
-    ours = timed(case, our_step(case, draft, teacher), batches, our_flops(case), repeats)
-    yield {"side": "ours", "supervised": case.supervised} | ours
-    if ours_only:
-        return
-    del draft, teacher
-    release()
-    batches = [peer_batch(case, b) for b in batches]
-    model = peer_model(*draft_and_teacher(case), "sdpa")  # uncompiled, flex_attention would hold every score
-    yield {"agreement": agreement(case, rows, peer_rows(case, model, batches[0]))}
-    del model
+    return rows, timed(case, our_step(case, draft, teacher), batches, our_flops(case), repeats)
+
+
+def measure_peer(
+    case: Case, batches: list[dict], repeats: int, attention: str
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """The same for speculators. Uncompiled, its flex_attention would hold every score: the rows are by sdpa."""
+    rows = peer_rows(case, peer_model(*draft_and_teacher(case), "sdpa"), batches[0])
     release()
     model = peer_model(*draft_and_teacher(case), attention)
-    peer = timed(case, peer_step(case, model), batches, peer_flops(case), repeats)
-    yield {"side": "speculators 0.9.0", "supervised": case.supervised} | peer
-    yield {"ratio": round(ours["tokens_per_s"] / peer["tokens_per_s"], 2), "supervised": case.supervised}
+    return rows, timed(case, peer_step(case, model), batches, peer_flops(case), repeats)
+
+
+def measure(cases: list[Case], repeats: int, ours_only: bool, attention: str) -> Iterator[dict[str, Any]]:
+    """Yields results a line: ours for each case, the peer's for the first, how the two agree there, the ratios."""
+    our_row_losses, speeds = [], []
+    for case in cases:
+        rows, ours = measure_ours(case, [random_batch(case, seed) for seed in (1, 2)], repeats)
+        our_row_losses.append(rows)
+        speeds.append(ours["tokens_per_s"])
+        release()
+        yield {"side": "ours", "supervised": case.supervised} | ours
+    if ours_only:
+        return
+    case = cases[0]
+    batches = [peer_batch(case, random_batch(case, seed)) for seed in (1, 2)]
+    rows, peer = measure_peer(case, batches, repeats, attention)
+    yield {"side": "speculators 0.9.0"} | peer
+    yield {"agreement": agreement(case, our_row_losses[0], rows)}
+    yield {"ratio": {c.supervised: round(s / peer["tokens_per_s"], 2) for c, s in zip(cases, speeds, strict=True)}}
 
 
 def parse() -> argparse.Namespace:
@@ -391,10 +403,8 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 def main() -> None:
     args = parse()
     attention = args.attention or ("simple_flex_attention" if args.device.startswith("cuda") else "sdpa")
-    for case in cases(args):
-        for line in measure(case, args.repeats, args.ours_only, attention):
-            print(json.dumps(line), flush=True)
-        release()
+    for line in measure(list(cases(args)), args.repeats, args.ours_only, attention):
+        print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

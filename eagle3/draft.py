@@ -5,7 +5,6 @@ Only weights and sizes live here; how they are run over training rows is `eagle3
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -15,7 +14,7 @@ from eagle3.layers import NUM_DRAFT_LAYERS
 from eagle3.target import EMBEDDING, FINAL_NORM, HEAD, Target
 from eagle3.vocab import DraftVocab
 
-INIT_STD = 0.02
+INIT_STD = 0.02  # at most; wide layers start with outputs of variance one, lest attention start as a hard choice
 MLA_FAMILY_FFN = 2 / 3  # of the target's dense FFN: 12,288 of 18,432, as the published Kimi-K2.5 draft has it
 LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping")  # config keys that we do not reproduce
 ONE_PLUS_NORM = ("gemma", "qwen3_5", "recurrent_gemma")  # model types whose final norm multiplies by 1 + weight
@@ -156,6 +155,7 @@ class Draft(nn.Module):
         super().__init__()
         self.config = config
         self._compute_dtype = compute_dtype
+        self._rotary: tuple[torch.Tensor, float] | None = None  # `rotary_frequencies`, once needed
         self.embed_tokens = nn.Embedding(config.target_vocab_size, config.hidden_size)
         self.fc = nn.Linear(NUM_DRAFT_LAYERS * config.hidden_size, config.hidden_size, bias=False)
         self.layers = nn.ModuleList([_Layer(config)])
@@ -176,8 +176,8 @@ class Draft(nn.Module):
     ) -> Self:
         """A new draft around the target's `embedding` [V, H] and `head_rows` [D, H] (its rows of the draft vocabulary).
 
-        Matrices start normal with INIT_STD from torch's global generator; norms at one, except the last, which starts
-        as the target's `final_norm` [H], since it feeds the target's head.
+        Matrices start normal with `initial_std` from torch's global generator; norms at one, except the last, which
+        starts as the target's `final_norm` [H], since it feeds the target's head.
         """
         _check_shape("embedding", embedding, (config.target_vocab_size, config.hidden_size))
         _check_shape("head_rows", head_rows, (config.draft_vocab_size, config.hidden_size))
@@ -187,7 +187,7 @@ class Draft(nn.Module):
         draft.lm_head.weight = _copied(head_rows, train_head)
         for module in (m for m in draft.modules() if getattr(m, "weight", None) is not None and m.weight.is_meta):
             weight = torch.empty_like(module.weight, device=embedding.device, dtype=torch.float32)
-            nn.init.ones_(weight) if weight.ndim == 1 else nn.init.normal_(weight, std=INIT_STD)
+            nn.init.ones_(weight) if weight.ndim == 1 else nn.init.normal_(weight, std=initial_std(weight.shape[1]))
             module.weight = nn.Parameter(weight)
         if final_norm is not None:
             draft.norm.weight.data.copy_(final_norm)
@@ -206,16 +206,20 @@ class Draft(nn.Module):
         """`compute(self, *args)`: what computes on the weights goes through here, so that hooks of DDP or FSDP run."""
         return compute(self, *args)
 
-    @cached_property
-    def _rotary(self) -> tuple[torch.Tensor, float]:
-        return rotary_frequencies(self.config)
-
-    def rotary_table(self, positions: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, float32 [positions, head_dim / 2] (float64 when computing in float64)."""
+    def rotary_table(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [positions, head_dim / 2] on the weights' device, float32 (float64 when computing in that)."""
+        device, dtype = self.fc.weight.device, torch.promote_types(self.compute_dtype, torch.float32)
+        if self._rotary is None or self._rotary[0].device != device:
+            frequencies, factor = rotary_frequencies(self.config)
+            self._rotary = frequencies.to(device), factor
         frequencies, factor = self._rotary
-        dtype = torch.promote_types(self.compute_dtype, torch.float32)
-        angle = torch.arange(positions, device=device, dtype=dtype)[:, None] * frequencies.to(device, dtype)
+        angle = torch.arange(positions, device=device, dtype=dtype)[:, None] * frequencies.to(dtype)
         return angle.cos() * factor, angle.sin() * factor
+
+
+def initial_std(inputs: int) -> float:
+    """The standard deviation that a matrix with this many inputs starts with."""
+    return min(INIT_STD, inputs**-0.5)
 
 
 def _check_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...]) -> None:
@@ -241,7 +245,7 @@ def rotary_frequencies(config: DraftConfig) -> tuple[torch.Tensor, float]:
         rope_parameters=dict(config.rope),
     )
     rotary = LlamaRotaryEmbedding(llama)
-    return rotary.inv_freq, rotary.attention_scaling
+    return rotary.inv_freq.detach(), rotary.attention_scaling
 
 
 @dataclass(frozen=True)

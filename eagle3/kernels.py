@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from eagle3.ops import KeyRanges, Rotary, Shared
 
 LOG2_E = 1.4426950408889634
-VOCABULARY_BLOCK = 4096
+VOCABULARY_BLOCK, VOCABULARY_WARPS = 4096, 8
 COLUMN_BLOCK = 1024
 OWN_ROWS = 32
 
@@ -289,7 +289,7 @@ def _tiles(dtype: torch.dtype, head_dim: int, device: torch.device) -> dict[str,
     """Chosen by measurement on an H200; smaller ones where shared memory is (SM120: 99 KB) or in fp32."""
     shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0
     if dtype.itemsize == 2 and shared >= 160 << 10 and head_dim <= 128:
-        return {"forward": _Tiles(64, 64, 4, 3), "query": _Tiles(128, 64, 8, 3), "key": _Tiles(64, 64, 4, 2)}
+        return {"forward": _Tiles(64, 64, 4, 3), "query": _Tiles(64, 32, 4, 3), "key": _Tiles(64, 64, 4, 2)}
     if dtype.itemsize == 2 and head_dim <= 128:
         return {"forward": _Tiles(64, 64, 4, 2), "query": _Tiles(64, 32, 4, 2), "key": _Tiles(32, 64, 4, 2)}
     return {"forward": _Tiles(32, 32, 4, 1), "query": _Tiles(32, 32, 4, 1), "key": _Tiles(32, 32, 4, 1)}
@@ -721,7 +721,7 @@ def teacher_stats(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
     rows, size = logits.shape
     lse, neg_entropy = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
     label = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    _teacher_stats[(rows,)](logits, lse, neg_entropy, label, size, _vocabulary_block(size), num_warps=8)
+    _teacher_stats[(rows,)](logits, lse, neg_entropy, label, size, _vocabulary_block(size), num_warps=VOCABULARY_WARPS)
     return lse, neg_entropy, label
 
 
@@ -734,7 +734,7 @@ def score_rows(
     correct = torch.empty(rows, dtype=torch.bool, device=logits.device)
     _score_rows[(rows,)](
         logits, targets.logits, targets.lse, targets.neg_entropy, targets.label, target_row, weight, losses, correct,
-        size, lk_decay, loss, _vocabulary_block(size), num_warps=8,
+        size, lk_decay, loss, _vocabulary_block(size), num_warps=VOCABULARY_WARPS,
     )  # fmt: skip
     return losses, correct
 

@@ -15,7 +15,7 @@ What is saved, exactly (EAGLE-3's loss is unchanged):
   teacher of step i at number r+i.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -70,40 +70,18 @@ def _counts(depth: torch.Tensor, steps: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows at work at some step, ascending: packed index, their sample's first row, depth, and number at step 0.
-
-    `counts`: how many of them count at each step.
-    """
+    """The rows at work at some step, ascending: packed index, their sample's first row, depth, and number at step 0."""
 
     index: torch.Tensor
     first: torch.Tensor
     depth: torch.Tensor
     number: torch.Tensor
-    counts: list[int]
-
-    @classmethod
-    def of(cls, batch: PackedBatch, steps: int) -> Self:
-        """The rows that count at step 0, on the states' device; found on the mask's: on the CPU, nothing waits."""
-        depth = supervised_depth(batch.loss_mask, batch.offsets, steps)
-        index = depth.nonzero()[:, 0]
-        first = sample_starts(batch.offsets, len(depth), depth.device)[index]
-        rows = cls(
-            index, first, depth[index], torch.arange(len(index), device=depth.device), _counts(depth, steps).tolist()
-        )
-        return rows.to(batch.hidden_states.device)
 
     def __len__(self) -> int:
         return len(self.index)
 
-    def to(self, device: torch.device) -> Self:
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
-
     def take(self, kept: torch.Tensor) -> Self:
-        return self._each(lambda tensor: tensor[kept])
-
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        tensors = (self.index, self.first, self.depth, self.number)
-        return type(self)(*map(change, tensors), self.counts)
+        return type(self)(self.index[kept], self.first[kept], self.depth[kept], self.number[kept])
 
     def tokens(self, step: int, total: int) -> torch.Tensor:
         """The tokens x_{t+1+step} that the rows read; distinct, and any for rows that no longer count."""
@@ -121,11 +99,33 @@ class Rows:
         return ops.KeyRanges(self.first, self.index)
 
 
-def sample_starts(offsets: Sequence[int], total: int, device: torch.device) -> torch.Tensor:
-    """The first row of each row's sample, int64 [total]; padding rows count as one more sample."""
-    bounds = torch.tensor([*offsets, total], device=device)
-    lengths = bounds.diff()
-    return bounds[:-1].repeat_interleave(lengths, output_size=total)
+@dataclass(frozen=True)
+class Layout:
+    """Where a batch's rows lie: each packed row's position in its sample [T], the rows that count at step 0, and how
+    many count at each step."""
+
+    positions: torch.Tensor
+    rows: Rows
+    counts: list[int]
+
+    @classmethod
+    def of(cls, batch: PackedBatch, steps: int) -> Self:
+        """Found where the loss mask is: on the CPU, nothing has to wait for the GPU."""
+        depth = supervised_depth(batch.loss_mask, batch.offsets, steps)
+        bounds = torch.tensor([*batch.offsets, len(depth)], device=depth.device)  # padding is one more sample
+        starts = bounds[:-1].repeat_interleave(bounds.diff(), output_size=len(depth))
+        index = depth.nonzero()[:, 0]
+        rows = torch.stack([index, starts[index], depth[index], torch.arange(len(index), device=depth.device)])
+        positions = torch.arange(len(depth), device=depth.device) - starts
+        device = batch.hidden_states.device
+        return cls(_move(positions, device), Rows(*_move(rows, device)), _counts(depth, steps).tolist())
+
+
+def _move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """To a GPU by way of pinned memory: a plain copy would wait for all work that is queued there."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def training_loss(
@@ -143,11 +143,12 @@ def training_loss(
 
 
 def _training_loss(draft: Draft, teacher: Teacher, batch: PackedBatch, weights: torch.Tensor, loss: Loss) -> StepOutput:
-    rows = Rows.of(batch, len(weights))
-    if not len(rows):
+    layout = Layout.of(batch, len(weights))
+    if not len(layout.rows):
         return _no_rows(draft, weights)
-    targets = Targets.of(teacher.logits(batch.hidden_states[rows.index + 1, NUM_DRAFT_LAYERS], draft.compute_dtype))
-    return _Unroll(draft, batch, rows, len(weights)).loss(targets, weights, loss)
+    taught = batch.hidden_states[layout.rows.index + 1, NUM_DRAFT_LAYERS]
+    targets = Targets.of(teacher.logits(taught, draft.compute_dtype))
+    return _Unroll(draft, batch, layout, len(weights)).loss(targets, weights, loss)
 
 
 def _no_rows(draft: Draft, weights: torch.Tensor) -> StepOutput:
@@ -188,12 +189,12 @@ class _Weights:
 class _Unroll:
     """One forward pass over all steps of a batch."""
 
-    def __init__(self, draft: Draft, batch: PackedBatch, rows: Rows, steps: int) -> None:
-        self.draft, self.config, self.layer, self.rows = draft, draft.config, draft.layer, rows
+    def __init__(self, draft: Draft, batch: PackedBatch, layout: Layout, steps: int) -> None:
+        self.draft, self.config, self.layer = draft, draft.config, draft.layer
+        self.positions, self.rows, self.counts = layout.positions, layout.rows, layout.counts
         self.weights = _Weights.of(draft)
         self.total = len(batch.input_ids)
-        self.starts = sample_starts(batch.offsets, self.total, batch.input_ids.device)
-        self.rotary = ops.Rotary(*draft.rotary_table(self._longest(batch.offsets) + steps, batch.input_ids.device))
+        self.rotary = ops.Rotary(*draft.rotary_table(self._longest(batch.offsets) + steps))
         self.q_heads = (self.config.num_heads, True)
         self.kv_heads = [(self.config.num_kv_heads, True), (self.config.num_kv_heads, False)]
         self.embedded = ops.Shared(self._embedding_half(batch.input_ids))
@@ -206,8 +207,9 @@ class _Unroll:
         sums = torch.zeros_like(weights)
         correct, accepted = torch.zeros(2, steps, dtype=torch.int64, device=weights.device)
         alive = torch.ones(len(self.rows), dtype=torch.bool, device=weights.device)
+        counts = _counts(self.rows.depth, steps)
         q = self._first_projections()
-        for step, count in enumerate(self.rows.counts):
+        for step, count in enumerate(self.counts):
             if not count:
                 break
             if step:
@@ -219,7 +221,7 @@ class _Unroll:
             alive = alive & right
             total = total + term
             sums[step], correct[step], accepted[step] = losses.sum(), right.sum(), alive.sum()
-        return StepOutput(total, sums, correct, accepted, torch.tensor(self.rows.counts, device=weights.device))
+        return StepOutput(total, sums, correct, accepted, counts)
 
     def _longest(self, offsets: Sequence[int]) -> int:
         return max(b - a for a, b in zip([0, *offsets], [*offsets, self.total], strict=True))
@@ -241,11 +243,10 @@ class _Unroll:
 
     def _first_projections(self) -> torch.Tensor:
         """Keys and values of all rows, kept; then only the rows that count go on. Returns their queries."""
-        q_size, device = self.config.q_size, self.starts.device
-        tokens = (torch.arange(self.total, device=device) + 1) % self.total
-        positions = torch.arange(self.total, device=device) - self.starts
+        q_size = self.config.q_size
+        tokens = (torch.arange(self.total, device=self.positions.device) + 1) % self.total
         kv = ops.linear(self.normed, self.weights.hidden.rows(q_size, None))
-        keys, values = self._with_embedding(kv, q_size, tokens, positions, self.kv_heads)
+        keys, values = self._with_embedding(kv, q_size, tokens, self.positions, self.kv_heads)
         self.keys, self.values = ops.Shared(keys), ops.Shared(values)
         self.normed = ops.take_rows(self.normed, self.rows.index)
         if not self.config.norm_before_residual:
