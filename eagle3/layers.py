@@ -14,9 +14,13 @@ NUM_DRAFT_LAYERS = 3
 def eagle_layer_ids(num_layers: int) -> list[int]:
     """The preset of EAGLE, SpecForge, TorchSpec and vLLM's default: o(1), o(n//2 - 1), o(n-4), and the last layer.
 
-    vLLM's default auxiliary ids are (2, n//2, n-3), each one more than ours.
+    vLLM's default auxiliary ids are (2, n//2, n-3), each one more than ours. ValueError below 8 layers, where two of
+    these are one.
     """
-    return check_layer_ids([1, num_layers // 2 - 1, num_layers - 4, num_layers - 1], num_layers)
+    ids = [1, num_layers // 2 - 1, num_layers - 4, num_layers - 1]
+    if len(set(ids)) < len(ids) or ids != sorted(ids) or ids[0] < 0:
+        raise ValueError(f"--layer-ids: a target of {num_layers} layers is too small for the default choice: give them")
+    return ids
 
 
 def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> list[int]:

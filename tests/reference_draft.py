@@ -140,7 +140,7 @@ def _inputs(draft: Draft, hidden, token):
 
 
 def _rotate(draft: Draft, heads, position):
-    """heads [n, d] turned in the plane of coordinates j and j + d/2, at theta^(-2j/d) a position unless yarn says more."""
+    """heads [n, d] turned in the plane of coordinates j and j + d/2, by theta^(-2j/d) a position, or by yarn."""
     half = heads.shape[1] // 2
     rope = draft.config.rope
     factor = 1.0
