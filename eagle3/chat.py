@@ -23,7 +23,7 @@ from eagle3.tokenizer import check_tokenizer, decode, encoder, load_tokenizer, s
 TURNS = ("each", "last")
 PROBE = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 MANY_ANSWERS = 8  # from which on rendering every prompt whole takes longer than the text itself
-LOOK_BACK = 64  # characters at the end of a prompt in which its header stands
+LOOK_BACK = 64  # characters at the end of a text that hold a prompt's header, or an answer's end of turn
 OPENING = re.compile(rf"(?:{THINK_OPEN}\s*)?(?:{THINK_CLOSE}\s*)?\Z")
 GENERATION_TAG = re.compile(r"{%-?\s*generation\b")
 MACRO = re.compile(r"{%-?\s*macro\b.*?\bendmacro\b", re.DOTALL)
@@ -324,7 +324,7 @@ class Chat:
 
         Without one, the token that ends the turn is the one with which the next turn starts, if that is a stop token.
         """
-        ends = [m.end() for m in self._spoken.finditer(text)]
+        ends = [m.end() for m in self._spoken.finditer(text, max(0, len(text) - LOOK_BACK))]
         if not ends:
             return text + self._next_turn[bool(message.get("tool_calls"))]
         return text if text[ends[-1] :].strip() else text[: ends[-1]]
