@@ -288,12 +288,13 @@ class Chat:
             return text, False
         reasoning = message.get("reasoning", "")
         instant = opening.rstrip().endswith(THINK_CLOSE)  # the prompt itself says that there is no reasoning
-        if reasoning and (instant or THINK_CLOSE not in self.template):
+        if reasoning and instant:
             message, reasoning = _without_reasoning(message), ""
         tail = self._turn_text(prompt.removesuffix(opening), before, message, conversation.tools)
-        thought = THOUGHT.match(tail) if THINK_CLOSE in self.template else None
-        kept = (thought.group(1) or "").strip() == reasoning.strip() if thought else not reasoning
-        if kept and tail.startswith(opening):
+        thought = THOUGHT.match(tail)
+        if THINK_CLOSE not in self.template:  # no reasoning, or in tags of its own
+            text, reasoning = tail, reasoning if reasoning.strip() in tail else ""
+        elif tail.startswith(opening) and (thought.group(1) or "" if thought else "").strip() == reasoning.strip():
             text = tail[len(opening) :]
         else:
             answer = tail[thought.end() :] if thought else tail

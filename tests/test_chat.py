@@ -197,6 +197,19 @@ def test_d11_spellings_of_reasoning(name):
     assert [supervised(name, s) for s in last] == EXPECTED[name]["reasoning"][-1:]
 
 
+def test_reasoning_in_other_tags(tmp_path):
+    """A template that writes reasoning between tags of its own keeps it, as it writes it."""
+    folder = shutil.copytree(target_folder("parts"), tmp_path / "other")
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}[T]{{ m.reasoning_content }}[/T]"
+        "{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    model = chat.load(Target.open(folder))
+    (sample,) = model.samples(conversation({"messages": [user("x"), assistant("<think>r</think>y")]}), 999).samples
+    assert sample.text == "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n[T]r[/T]y<|im_end|>"
+
+
 @pytest.mark.parametrize(
     ("name", "span"),
     [
