@@ -33,6 +33,7 @@ def parser() -> cli.Parser:
     p.add_argument("--max-model-len", type=cli.positive_int, metavar="TOKENS", help="prompt and answer (as needed)")
     p.add_argument("--limit", type=cli.positive_int, metavar="N", help="only the first N usable prompts")
     p.add_argument("--chat-template-kwargs", type=json.loads, default={}, metavar="JSON", help="for the chat template")
+    p.add_argument("--keep-cut", action="store_true", help="keep answers cut by --max-tokens, marked (left out)")
     p.add_argument("--overwrite", action="store_true", help="delete an earlier output of this stage first")
     return p
 

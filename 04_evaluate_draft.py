@@ -44,12 +44,12 @@ def work(plan: "tuple[Evaluation, Path | None]") -> None:
     from eagle3 import evaluate, files
 
     evaluation, output = plan
-    plain = evaluate.run_engine(evaluation, with_draft=False)
-    drafted = evaluate.run_engine(evaluation, with_draft=True)
-    result = evaluate.summarise(evaluation, plain, drafted)
-    if output:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        files.write_json(output, result)
+    result = evaluate.measured_before(evaluation, output)
+    if result is None:
+        result = evaluate.measure(evaluation)
+        if output:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            files.write_json(output, result)
     print("\n".join(evaluate.table(result)))
     reached, wanted = result["benchmarks"]["all"]["acceptance_length"], evaluation.options.min_acceptance
     if wanted is not None and reached < wanted:

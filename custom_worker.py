@@ -64,12 +64,14 @@ class HiddenStatesWorker(PlatformWorker):
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: "SchedulerOutput") -> Any:
-        spans_start = self.tracker.schedule(scheduler_output)
+        rows = self.tracker.schedule(scheduler_output)
         output = super().execute_model(scheduler_output)
         state = self.model_runner.execute_model_state
-        if state is not None and spans_start:
+        if state is not None:
             batch = getattr(state, "input_batch", None) or self.model_runner.input_batch
-            self._capture(self.tracker.spans(batch.req_ids, scheduler_output.num_scheduled_tokens, spans_start), state)
+            spans = self.tracker.spans(batch.req_ids, scheduler_output.num_scheduled_tokens, rows)
+            if spans:
+                self._capture(spans, state)
         return output
 
     def _capture(self, spans: list[capture.Span], state: Any) -> None:

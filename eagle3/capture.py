@@ -65,10 +65,13 @@ class Span:
 
 
 class RequestTracker:
-    """Follows the scheduler's messages, since a request's identity is sent only once."""
+    """Follows the scheduler's messages, since a request's identity is sent only once.
+
+    A request that names no sample (a warm-up) is let pass: its rows are counted and belong to nobody.
+    """
 
     def __init__(self) -> None:
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, Request | None] = {}
 
     def schedule(self, output: "SchedulerOutput") -> dict[str, int]:
         """Note new and finished requests; returns the first row of each scheduled one."""
@@ -76,8 +79,9 @@ class RequestTracker:
             self._requests.pop(request_id, None)
         rows = {}
         for new in output.scheduled_new_reqs:
-            shard, sample, sample_id = new.sampling_params.extra_args[SAMPLE_KEY]
-            self._requests[new.req_id] = Request(new.req_id, shard, sample, sample_id, len(new.prompt_token_ids))
+            identity = (new.sampling_params.extra_args or {}).get(SAMPLE_KEY)
+            length = len(new.prompt_token_ids)
+            self._requests[new.req_id] = Request(new.req_id, *identity, length) if identity else None
             rows[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
         return rows | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -89,7 +93,8 @@ class RequestTracker:
         spans, start = [], 0
         for request_id in batch_order:
             if count := num_scheduled.get(request_id, 0):
-                spans.append(Span(self._requests[request_id], rows[request_id], start, start + count))
+                if (request := self._requests[request_id]) is not None:
+                    spans.append(Span(request, rows[request_id], start, start + count))
                 start += count
         return spans
 

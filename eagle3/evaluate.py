@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 FORMAT = "eagle3-evaluation/1"
 QUEUED_PROMPT_TOKENS = 1 << 16
+DRAFT_FILES = ("config.json", "model.safetensors")
 COUNTER = "vllm:spec_decode_num_"
 
 
@@ -92,7 +93,7 @@ def plan_evaluation(options: Options) -> Evaluation:
 
 def read_draft_config(draft: Path) -> dict[str, Any]:
     """The draft's config.json. ValueError if the folder is not an exported draft."""
-    for name in ("config.json", "model.safetensors"):
+    for name in DRAFT_FILES:
         if not (draft / name).is_file():
             raise ValueError(f"--draft {draft}: has no {name}; give the `draft` folder that 03_train_draft.py wrote")
     config = files.read_json(draft / "config.json")
@@ -155,6 +156,12 @@ class Pass:
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
+
+
+def measure(evaluation: Evaluation) -> dict[str, Any]:
+    """Both engines over all benchmarks, one after the other, and the result as JSON."""
+    plain = run_engine(evaluation, with_draft=False)
+    return summarise(evaluation, plain, run_engine(evaluation, with_draft=True))
 
 
 def run_engine(evaluation: Evaluation, *, with_draft: bool) -> dict[str, Pass]:
@@ -241,6 +248,33 @@ def _difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]
     return {name: (value - before.get(name, 0)).tolist() for name, value in after.items()}
 
 
+def settings_of(evaluation: Evaluation) -> dict[str, Any]:
+    """What the figures depend on: two evaluations of equal settings need not be measured twice."""
+    options = evaluation.options
+    return {
+        "draft": {name: files.sha256_file(options.draft / name) for name in DRAFT_FILES},
+        "target": evaluation.target.fingerprint,
+        "prompts": {n: files.sha256_json([p.ids for p in ps]) for n, ps in evaluation.benchmarks.items()},
+        "num_speculative_tokens": evaluation.num_drafts,
+        "max_tokens": options.max_tokens,
+        "concurrency": options.concurrency,
+        "temperature": 0,
+        "tp_size": options.tp_size,
+        "versions": engine.versions(),
+    }
+
+
+def measured_before(evaluation: Evaluation, output: Path | None) -> dict[str, Any] | None:
+    """The result in `output` if it was measured with these very settings; says what differs if it was not."""
+    if output is None or not output.is_file():
+        return None
+    result = files.read_json(output)
+    difference = files.first_difference(result.get("settings"), settings_of(evaluation))
+    if difference:
+        print(f"measuring anew, {output} is of other settings: {difference}")
+    return None if difference else result
+
+
 def summarise(evaluation: Evaluation, plain: dict[str, Pass], drafted: dict[str, Pass]) -> dict[str, Any]:
     """The result as JSON: settings, and a row for each benchmark and for all of them."""
     rows = {name: _row([plain[name]], [drafted[name]]) for name in evaluation.benchmarks}
@@ -251,11 +285,7 @@ def summarise(evaluation: Evaluation, plain: dict[str, Pass], drafted: dict[str,
         "definition": "acceptance length = accepted draft tokens + 1 a pass of the target that checks a draft",
         "draft": str(options.draft),
         "target": str(evaluation.target.path),
-        "num_speculative_tokens": evaluation.num_drafts,
-        "max_tokens": options.max_tokens,
-        "concurrency": options.concurrency,
-        "temperature": 0,
-        "versions": engine.versions(),
+        "settings": settings_of(evaluation),
         "benchmarks": rows,
         "answers": [
             {
@@ -294,9 +324,10 @@ def _row(plain: list[Pass], drafted: list[Pass]) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> Iterable[str]:
     """The result as lines for a person."""
-    num_drafts = result["num_speculative_tokens"]
+    settings = result["settings"]
+    num_drafts = settings["num_speculative_tokens"]
     positions = "  ".join(f"pos {i + 1}" for i in range(num_drafts))
-    yield f"acceptance length = accepted + 1, {num_drafts} drafts, greedy, concurrency {result['concurrency']}"
+    yield f"acceptance length = accepted + 1, {num_drafts} drafts, greedy, concurrency {settings['concurrency']}"
     yield f"{'benchmark':<14} prompts  accept. length  {positions}  tok/s plain  tok/s draft  speed-up  identical"
     for name, row in result["benchmarks"].items():
         by_position = "  ".join(f"{p:>5.1%}" for p in row["acceptance_by_position"])

@@ -48,6 +48,16 @@ class Options:
     storage_dtype: str = "auto"
     shard_bytes: int = SHARD_BYTES
     worker: str = WORKER
+    load_format: str = "auto"  # of vLLM; "dummy" for random weights
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that one engine step takes at most."""
+        return self.batch_size * self.max_seq_len
+
+    @property
+    def queued_tokens(self) -> int:
+        return STEPS_AHEAD * self.step_tokens
 
 
 @dataclass(frozen=True)
@@ -96,19 +106,24 @@ class Extraction:
 def plan_extraction(options: Options) -> Extraction:
     """Check the flags against the target and the data, and plan the shards. ValueError names what does not fit."""
     target = Target.open(options.model_path)
-    layer_ids = options.layer_ids or layers.eagle_layer_ids(target.num_layers)
-    layers.check_layer_ids(layer_ids, target.num_layers)
+    if options.layer_ids:
+        layers.check_layer_ids(options.layer_ids, target.num_layers)
     _check_flags(options, target)
     data = prepared.read_metadata(options.prepared_data)
     check_same_target(data["target"], target.fingerprint, str(options.prepared_data))
     rows = list(prepared.read_rows(options.prepared_data))
     _check_rows(rows, options, target.vocab_size)
+    return plan(options, target, rows, data)
+
+
+def plan(options: Options, target: Target, rows: list[prepared.Row], data: dict[str, Any]) -> Extraction:
+    """Lay the samples out in shards. `data`: the metadata of the prepared data."""
+    layer_ids = options.layer_ids or layers.eagle_layer_ids(target.num_layers)
     engine_dtype = engine.dtype_for(target)
     dtype = capture.storage_dtype(options.storage_dtype, engine_dtype)
+    token_bytes = shards.bytes_per_token(len(layer_ids), target.hidden_size, dtype)
     lengths = [len(r.input_ids) for r in rows]
-    plan = shards.plan_shards(
-        lengths, shards.bytes_per_token(len(layer_ids), target.hidden_size, dtype), options.shard_bytes
-    )
+    planned = shards.plan_shards(lengths, token_bytes, options.shard_bytes)
     metadata = {
         "format": shards.FORMAT,
         "shared": {
@@ -126,10 +141,10 @@ def plan_extraction(options: Options) -> Extraction:
         },
         "num_samples": len(rows),
         "num_tokens": sum(lengths),
-        "num_shards": len(plan),
+        "num_shards": len(planned),
         "prepared": data,
     }
-    return Extraction(options, target, rows, metadata, plan)
+    return Extraction(options, target, rows, metadata, planned)
 
 
 def _check_flags(options: Options, target: Target) -> None:
@@ -229,39 +244,41 @@ def extract(extraction: Extraction) -> None:
     if missing:
         llm = start_engine(extraction)
         try:
-            _Run(extraction, llm).over(missing)
+            Run(extraction, llm).over(missing)
         finally:
             engine.stop(llm)
     print(f"done: {len(extraction.rows):,} samples in {len(extraction.plan)} shards under {extraction.folder}")
 
 
-def start_engine(extraction: Extraction) -> "LLM":
-    """Load the target with the capturing worker, set up for prefill alone."""
+def start_engine(extraction: Extraction, **changes: Any) -> "LLM":
+    """Load the target with the capturing worker, set up for prefill alone; `changes` win over these arguments."""
     options = extraction.options
-    step_tokens = options.batch_size * options.max_seq_len
-    plan = {
+    capture_plan = {
         "output_dir": str(extraction.folder.resolve()),
         "shared": extraction.metadata["shared"],
         "driver_pid": os.getpid(),
+    }
+    arguments = {
+        "dtype": extraction.metadata["shared"]["engine_dtype"],
+        "load_format": options.load_format,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "async_scheduling": False,
+        "max_num_seqs": min(MAX_NUM_SEQS, options.step_tokens),
+        "max_num_batched_tokens": options.step_tokens,
+        "worker_cls": options.worker,
+        "additional_config": {capture.CONFIG_KEY: capture_plan},
     }
     return engine.start(
         options.model_path,
         tp_size=options.tp_size,
         gpu_memory_utilization=options.gpu_memory_utilization,
         max_model_len=options.max_seq_len + 1,
-        dtype=extraction.metadata["shared"]["engine_dtype"],
-        **engine.without_tokenizer(),
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        async_scheduling=False,
-        max_num_seqs=min(MAX_NUM_SEQS, step_tokens),
-        max_num_batched_tokens=step_tokens,
-        worker_cls=options.worker,
-        additional_config={capture.CONFIG_KEY: plan},
+        **arguments | changes,
     )
 
 
-class _Run:
+class Run:
     """One pass of the engine over missing shards: opens shards, queues their samples, watches the worker."""
 
     def __init__(self, extraction: Extraction, llm: "LLM") -> None:
@@ -272,8 +289,7 @@ class _Run:
 
     def over(self, missing: list[int]) -> None:
         """Make the shards `missing`; RuntimeError if the worker finds a fault or a shard did not come about."""
-        options = self.extraction.options
-        ahead = STEPS_AHEAD * options.batch_size * options.max_seq_len
+        ahead = self.extraction.options.queued_tokens
         with _on_sigterm(self._stop), Progress("extract", self.extraction.tokens_of(missing), "tokens") as progress:
             for output in engine.stream(self.llm, self._requests(missing), ahead):
                 progress.update(len(output.prompt_token_ids), self.check_line)

@@ -39,6 +39,7 @@ class Options:
     gpu_memory_utilization: float = 0.9
     max_model_len: int | None = None
     limit: int | None = None
+    keep_cut: bool = False
     trust_remote_code: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
@@ -85,7 +86,7 @@ def plan_generation(options: Options, *, overwrite: bool = False) -> Generation:
         "format": FORMAT,
         "target": target.fingerprint,
         "prompts": files.sha256_json(prompt_ids),
-        **{k: v for k, v in asdict(options).items() if k in ("max_tokens", "temperature", "top_p", "seed")},
+        **{k: v for k, v in asdict(options).items() if k in ("max_tokens", "temperature", "top_p", "seed", "keep_cut")},
         "chat_template_kwargs": options.chat_template_kwargs,
     }
     generation = Generation(options, model_chat, prompts, prompt_ids, settings, max_model_len)
@@ -136,10 +137,17 @@ def generate(generation: Generation) -> None:
     if len(done) < len(generation.prompts):
         _answer_rest(generation, done)
     rows = _answered(generation.part)
-    with files.atomic(options.output) as temporary, open(temporary, "w") as file:
-        file.writelines(rows[i] for i in generation.prompts)
+    lines = [rows[i] for i in generation.prompts]
+    cut = [json.loads(line)["finish_reason"] == "length" for line in lines]
+    kept = [line for line, is_cut in zip(lines, cut, strict=True) if options.keep_cut or not is_cut]
+    if not kept:
+        raise ValueError(
+            f"all {len(lines)} answers are cut by --max-tokens {options.max_tokens}: raise it, or --keep-cut"
+        )
+    with files.atomic(options.output) as temporary:
+        temporary.write_text("".join(kept))
     generation.part.unlink()
-    _report(options.output)
+    _report(options, len(kept), sum(cut))
 
 
 def _answered(part: Path) -> dict[str, str]:
@@ -214,12 +222,11 @@ def _append(part: IO[str], row: dict[str, Any]) -> None:
     part.flush()
 
 
-def _report(output: Path) -> None:
+def _report(options: Options, num_kept: int, num_cut: int) -> None:
     """Print what was made; warn when many answers were cut by the length."""
-    with open(output) as file:
-        rows = [json.loads(line) for line in file]
-    cut = sum(r["finish_reason"] == "length" for r in rows)
-    tokens = sum(sum(r["loss_mask"]) for r in rows)
-    print(f"done: {len(rows):,} answers, {tokens:,} tokens, {cut:,} cut by --max-tokens -> {output}")
-    if cut > CUT_WARNING * len(rows):
-        print(f"WARNING: {cut / len(rows):.0%} of the answers are cut; a larger --max-tokens gives whole ones")
+    answered = num_kept if options.keep_cut else num_kept + num_cut
+    fate = "kept and marked" if options.keep_cut else "left out"
+    print(f"done: {answered:,} answers = {num_kept:,} kept + {answered - num_kept:,} left out -> {options.output}")
+    print(f"      {num_cut:,} of them were cut by --max-tokens {options.max_tokens} ({fate})")
+    if num_cut > CUT_WARNING * answered:
+        print(f"WARNING: {num_cut / answered:.0%} of the answers are cut; a larger --max-tokens gives whole ones")

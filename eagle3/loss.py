@@ -22,7 +22,7 @@ from eagle3 import ops
 Loss = Literal["kl", "ce", "lk"]
 LOSSES: tuple[str, ...] = get_args(Loss)
 LK_DECAY = 3.0
-CHUNK_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 24}  # logits of one chunk
+CHUNK_ELEMENTS = {"cuda": 1 << 28, "cpu": 1 << 24}  # logits of one chunk: enough rows to fill the device
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,8 @@ def pipeline(tiny_kimi, tmp_path_factory) -> Pipeline:
     trusted = (*model, "--trust-remote-code")
     logs = {
         "00": stages.succeed(
-            "00_generate_responses.py", *trusted, "--input", prompts, "--output", answers, "--max-tokens", MAX_TOKENS
+            "00_generate_responses.py", *trusted, "--input", prompts, "--output", answers, "--max-tokens", MAX_TOKENS,
+            "--keep-cut",
         ),
         "01": stages.succeed(
             "01_prepare_data.py", *trusted, "--input", answers, "--output-dir", folder / "prepared",

@@ -78,6 +78,17 @@ def test_witness_sees_each_layer_itself():
     assert witness.faults([outputs[1]]) == ["the target returned 1 layers, 2 were asked for"]
 
 
+def test_a_warm_up_belongs_to_nobody():
+    """A request that names no sample takes rows of the step but is captured by none."""
+    tracker = capture.RequestTracker()
+    output = scheduled(new=[("x", 5)], counts={"w": 4, "x": 5})
+    warm_up = SimpleNamespace(extra_args=None)
+    output.scheduled_new_reqs.append(
+        SimpleNamespace(req_id="w", sampling_params=warm_up, prompt_token_ids=[1] * 4, num_computed_tokens=0)
+    )
+    assert spans(tracker, ["w", "x"], output) == [("s0", 0, 4, 9, True)]
+
+
 def scheduled(new=(), cached=(), finished=(), counts=None):
     return SimpleNamespace(
         finished_req_ids=set(finished),

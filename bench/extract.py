@@ -1,0 +1,191 @@
+"""Extraction against plain prefill on the same prompts, in one run: tokens/s and the share of plain prefill.
+
+    python bench/extract.py --model-path data/targets/smollm2-135m --samples 64 --tokens 256          # CPU
+    python bench/extract.py --kimi-width --samples 256 --tokens 2048 --output /dev/shm/states         # one H200
+
+plain: vLLM's own worker, the same engine arguments. ours: states captured, checked, and whole shards written and
+flushed under --output (the time ends when the last one has its name). fp8: ours with --storage-dtype fp8. connector:
+vLLM's own `extract_hidden_states` (GPU only). Each runs in a process of its own, after a warm-up batch, `--rounds`
+times in turn; the table has medians. --kimi-width: random weights of a DeepseekV3 of Kimi's width (7168, 6 layers,
+32 experts).
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+
+from eagle3 import engine, extract, prepared, shards
+from eagle3.target import Target
+
+KIMI_WIDTH = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "torch_dtype": "bfloat16",
+    "hidden_size": 7168, "num_hidden_layers": 6, "num_attention_heads": 64, "num_key_value_heads": 64,
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+    "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 32, "num_experts_per_tok": 8,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.827, "vocab_size": 163840,
+    "max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False,
+    "rope_theta": 50000.0, "rope_scaling": {
+        "type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0,
+        "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    },
+}  # fmt: skip
+WARM_UP = 8  # samples
+
+
+def main() -> None:
+    args = parse()
+    if args.mode:
+        print("RESULT " + json.dumps(measure(args)))
+        return
+    model = args.model_path or kimi_width()
+    results: dict[str, list[dict]] = {mode: [] for mode in args.modes}
+    for _ in range(args.rounds):
+        for mode in args.modes:
+            results[mode].append(in_own_process(mode, model))
+    report(args, results)
+
+
+def parse() -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    model = p.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model-path", type=Path)
+    model.add_argument("--kimi-width", action="store_true", help="a random DeepseekV3 of Kimi's width")
+    p.add_argument("--samples", type=int, default=64)
+    p.add_argument("--tokens", type=int, default=256, help="a sample")
+    p.add_argument("--batch-size", type=int, default=4)
+    p.add_argument("--output", type=Path, default=Path(tempfile.gettempdir()) / "bench-extract")
+    p.add_argument("--modes", nargs="+", default=["plain", "ours"], choices=["plain", "ours", "fp8", "connector"])
+    p.add_argument("--rounds", type=int, default=1)
+    p.add_argument("--mode", help=argparse.SUPPRESS)
+    return p.parse_args()
+
+
+def kimi_width() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="kimi-width-"))
+    (folder / "config.json").write_text(json.dumps(KIMI_WIDTH))
+    return folder
+
+
+def in_own_process(mode: str, model: Path) -> dict:
+    """Run this script once more for one mode; its log goes to stderr."""
+    given = [a for a in sys.argv[1:] if a != "--kimi-width"]
+    command = [sys.executable, __file__, *given, "--mode", mode]
+    if "--model-path" not in given:
+        command += ["--model-path", str(model)]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    lines = [x for x in result.stdout.splitlines() if x.startswith("RESULT ")]
+    if result.returncode or not lines:
+        return {"mode": mode, "failed": f"exit code {result.returncode}, see the log above"}
+    return json.loads(lines[0].removeprefix("RESULT "))
+
+
+def planned(args: argparse.Namespace) -> extract.Extraction:
+    """Random samples as an extraction, without files."""
+    target = Target.open(args.model_path)
+    num_layers, rng = target.num_layers, np.random.default_rng(0)
+    layer_ids = [num_layers // 4, num_layers // 2, num_layers - 2, num_layers - 1]
+    tokens = rng.integers(0, target.vocab_size, (args.samples, args.tokens)).astype(np.int32)
+    rows = [prepared.Row(f"s{i}", ids, np.ones(args.tokens, np.uint8)) for i, ids in enumerate(tokens)]
+    options = extract.Options(
+        model_path=args.model_path, prepared_data=Path("none"), output_dir=args.output, batch_size=args.batch_size,
+        max_seq_len=args.tokens, layer_ids=layer_ids, storage_dtype="fp8" if args.mode == "fp8" else "auto",
+        load_format="auto" if list(args.model_path.glob("*.safetensors")) else "dummy",
+    )  # fmt: skip
+    return extract.plan(options, target, rows, {"data_sha256": "random"})
+
+
+def measure(args: argparse.Namespace) -> dict:
+    """Tokens/s of one mode over all samples but the warm-up's."""
+    extraction = planned(args)
+    shutil.rmtree(args.output, ignore_errors=True)
+    args.output.mkdir(parents=True)
+    llm = START[args.mode](extraction)
+    try:
+        warm_up(llm, extraction)
+        start = time.perf_counter()
+        RUN[args.mode](llm, extraction)
+        seconds = time.perf_counter() - start
+    finally:
+        engine.stop(llm)
+    tokens = args.samples * args.tokens
+    written = sum(p.stat().st_size for p in args.output.rglob("*") if p.is_file())
+    shutil.rmtree(args.output)
+    return {"mode": args.mode, "tokens_per_s": tokens / seconds, "seconds": seconds, "written_gb": written / 1e9}
+
+
+def requests(extraction: extract.Extraction, count: int | None = None) -> Iterator[engine.Request]:
+    from vllm import SamplingParams
+
+    for row in extraction.rows[:count]:
+        params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+        yield engine.Request(row.id, row.input_ids.tolist(), params)
+
+
+def prefill(llm: object, extraction: extract.Extraction) -> None:
+    """Every sample through the engine, queued as extraction queues them."""
+    for _ in engine.stream(llm, requests(extraction), extraction.options.queued_tokens):
+        pass
+
+
+def warm_up(llm: object, extraction: extract.Extraction) -> None:
+    """A few prompts that belong to no sample: the capturing worker lets them pass."""
+    for request in engine.stream(llm, requests(extraction, WARM_UP), extraction.options.queued_tokens):
+        assert request.finished
+
+
+def start_connector(extraction: extract.Extraction) -> object:
+    """vLLM's own hidden-state connector over the same layers."""
+    ids = [i + 1 for i in extraction.layer_ids]
+    return extract.start_engine(
+        extraction, worker_cls="auto", additional_config={},
+        speculative_config={
+            "method": "extract_hidden_states", "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}},
+        },
+        kv_transfer_config={
+            "kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": str(extraction.folder)},
+        },
+    )  # fmt: skip
+
+
+def start_plain(extraction: extract.Extraction) -> object:
+    return extract.start_engine(extraction, worker_cls="auto", additional_config={})
+
+
+def run_ours(llm: object, extraction: extract.Extraction) -> None:
+    extract.Run(extraction, llm).over(list(range(len(extraction.plan))))
+    assert len(shards.shard_paths(extraction.folder)) == len(extraction.plan)
+
+
+START = {"plain": start_plain, "ours": extract.start_engine, "fp8": extract.start_engine, "connector": start_connector}
+RUN = {"plain": prefill, "ours": run_ours, "fp8": run_ours, "connector": prefill}
+
+
+def report(args: argparse.Namespace, results: dict[str, list[dict]]) -> None:
+    print(f"{args.samples} samples x {args.tokens} tokens, {args.batch_size} a step, medians of {args.rounds}, "
+          f"{engine.versions()}")  # fmt: skip
+    rates = {m: statistics.median(r.get("tokens_per_s", 0) for r in rs) for m, rs in results.items()}
+    print(f"{'':<10} {'tokens/s':>10}  {'of plain':>8}  {'written GB':>10}")
+    for mode, runs in results.items():
+        if failed := [r["failed"] for r in runs if "failed" in r]:
+            print(f"{mode:<10} failed: {failed[0]}")
+            continue
+        share = rates[mode] / rates["plain"] if rates.get("plain") else float("nan")
+        print(f"{mode:<10} {rates[mode]:>10,.0f}  {share:>8.1%}  {runs[-1]['written_gb']:>10.2f}")
+
+
+if __name__ == "__main__":
+    main()
