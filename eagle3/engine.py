@@ -83,6 +83,7 @@ def start(model: Path, *, tp_size: int, gpu_memory_utilization: float, max_model
         "tensor_parallel_size": tp_size,
         "max_model_len": max_model_len,
         **_text_only(),
+        **_without_tokenizer(),
     }
     if on_cpu():
         arguments |= {"kv_cache_memory_bytes": CPU_KV_CACHE_GIB << 30, "enforce_eager": True}
@@ -104,7 +105,7 @@ def _text_only() -> dict[str, Any]:
     return {"limit_mm_per_prompt": dict.fromkeys(("image", "video", "audio", "vision_chunk"), 0)}
 
 
-def without_tokenizer() -> dict[str, Any]:
+def _without_tokenizer() -> dict[str, Any]:
     """Arguments that keep the target's tokenizer out of an engine that is fed token ids.
 
     vLLM 0.16 builds the image processor of a wrapper even for text, and wants some tokenizer for it: a stub.
