@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from eagle3 import extract, prepared, shards, vocab
+from eagle3 import extract, files, prepared, shards, vocab
 from eagle3.shards import ShardSet
 from eagle3.target import Target
 from tests import hf_states, stages
@@ -67,7 +67,7 @@ def test_chunked_prefill_and_batches_larger_than_a_step(tiny_llama, data, tmp_pa
 
 
 def run_in_process(planned: extract.Extraction) -> None:
-    with extract.locked(planned.folder):
+    with files.locked(planned.folder):
         extract.extract(planned)
 
 
@@ -172,9 +172,9 @@ def test_another_setting_in_the_same_folder_is_refused(tiny_llama, data, tmp_pat
 
 def test_a_second_run_into_one_folder_is_refused(tiny_llama, data, tmp_path):
     """While one process holds the folder, another gets one line that names the first."""
-    program = "import sys, pathlib\nfrom eagle3 import extract\nwith extract.locked(pathlib.Path(sys.argv[1])): pass"
+    program = "import sys, pathlib\nfrom eagle3 import files\nwith files.locked(pathlib.Path(sys.argv[1])): pass"
     command = [sys.executable, "-c", program, tmp_path]
-    with extract.locked(tmp_path):
+    with files.locked(tmp_path):
         second = subprocess.run(command, cwd=stages.ROOT, text=True, capture_output=True)
     assert f"another run writes there (process {os.getpid()})" in second.stderr
     assert subprocess.run(command, cwd=stages.ROOT).returncode == 0
