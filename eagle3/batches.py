@@ -37,13 +37,14 @@ class PackedBatch:
     scale: torch.Tensor | None = None
 
     def to(self, device: torch.device | str) -> "PackedBatch":
-        """The batch on `device`; fp8 states become bfloat16 there, so that half the bytes travel."""
-        ids, states, mask = (
-            t.to(device, non_blocking=True) for t in (self.input_ids, self.hidden_states, self.loss_mask)
-        )
+        """The batch on `device`; fp8 states become bfloat16 there, so that half the bytes travel.
+
+        The loss mask stays on the CPU, where the rows that count are found without waiting for the device.
+        """
+        ids, states = (t.to(device, non_blocking=True) for t in (self.input_ids, self.hidden_states))
         if self.scale is not None:
             states = (states.float() * self.scale.to(device, non_blocking=True)[..., None]).to(torch.bfloat16)
-        return PackedBatch(ids, states, mask, self.offsets)
+        return PackedBatch(ids, states, self.loss_mask, self.offsets)
 
 
 def split(sample_ids: Sequence[str], eval_fraction: float) -> tuple[Pack, Pack]:
@@ -202,6 +203,6 @@ def _copy_ahead(batches: Iterable[PackedBatch], device: torch.device) -> Iterato
 def _hand_over(batch: PackedBatch, copied: torch.cuda.Event) -> PackedBatch:
     stream = torch.cuda.current_stream()
     stream.wait_event(copied)
-    for tensor in (batch.input_ids, batch.hidden_states, batch.loss_mask):
+    for tensor in (batch.input_ids, batch.hidden_states):
         tensor.record_stream(stream)  # or its memory would be free for the next copy while this stream still reads it
     return batch
