@@ -263,7 +263,9 @@ class _Unroll:
         self.own.append((ops.Shared(k, k.dtype), ops.Shared(v, v.dtype)))
         return q
 
-    def _with_embedding(self, x: torch.Tensor, column: int, tokens: torch.Tensor, positions: torch.Tensor, heads: list):  # noqa: ANN202
+    def _with_embedding(
+        self, x: torch.Tensor, column: int, tokens: torch.Tensor, positions: torch.Tensor, heads: list[tuple[int, bool]]
+    ) -> list[torch.Tensor]:
         return ops.add_embedding_half(x, self.embedded, column, tokens, self.rotary, positions, heads)
 
     def _layer(self, q: torch.Tensor) -> torch.Tensor:
