@@ -7,9 +7,8 @@ again does nothing; other settings in the same folder are refused unless --overw
 """
 
 import argparse
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from eagle3 import cli
 
@@ -54,7 +53,7 @@ def make_parser() -> cli.Parser:
     )
     add(
         "--chat-template-kwargs",
-        type=json_object,
+        type=cli.json_object,
         default={},
         metavar="JSON",
         help="settings of the chat template, such as '{\"thinking\": false}'; the same in every stage",
@@ -77,16 +76,6 @@ def role_alias(text: str) -> tuple[str, str]:
     if not name or role not in ("system", "user", "assistant", "tool"):
         raise argparse.ArgumentTypeError(f"expected NAME=system, user, assistant or tool, found {text!r}")
     return name, role
-
-
-def json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}: {text!r}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"expected a JSON object, found {text!r}")
-    return value
 
 
 def check(args: argparse.Namespace) -> "Plan":

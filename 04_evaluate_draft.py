@@ -6,7 +6,6 @@ Exit codes: 0 done, 1 failed while working or below --min-acceptance, 2 refused 
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,9 @@ def parser() -> cli.Parser:
     p.add_argument("--min-acceptance", type=float, metavar="X", help="fail below this acceptance length")
     p.add_argument("--tp-size", type=cli.positive_int, default=1, metavar="N", help="GPUs of the engine (1)")
     p.add_argument("--gpu-memory-utilization", type=cli.fraction, default=0.9, metavar="SHARE", help="of each GPU")
-    p.add_argument("--chat-template-kwargs", type=json.loads, default={}, metavar="JSON", help="for the chat template")
+    p.add_argument(
+        "--chat-template-kwargs", type=cli.json_object, default={}, metavar="JSON", help="for the chat template"
+    )
     return p
 
 

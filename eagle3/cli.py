@@ -110,6 +110,17 @@ def fraction(text: str) -> float:
     return value
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """An argparse type: a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}: {text!r}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object, found {text!r}")
+    return value
+
+
 def add_model(parser: Parser, *, required: bool = True) -> None:
     """The two flags that name a target."""
     parser.add_argument("--model-path", type=Path, required=required, metavar="DIR", help="the target's folder")

@@ -470,9 +470,12 @@ def _answer(turn: Mapping[str, Any], content: Any, reasoning: str) -> Message:
     return message
 
 
-def answer(text: str) -> Message:
-    """A target's answer as it was generated, as a message: reasoning that a closing tag ends is split off."""
-    return {"role": "assistant", **_answer({}, text, "")}
+def answer(text: str, fields: Mapping[str, Any] | None = None) -> Message:
+    """A target's answer as it was generated, as a message: reasoning that a closing tag ends is split off.
+
+    `fields`: what a server gives beside the text, reasoning and tool calls. Drop if they are not sound.
+    """
+    return {"role": "assistant", **_answer(fields or {}, text, "")}
 
 
 def split_reasoning(content: Any) -> tuple[str, Any]:

@@ -1,17 +1,24 @@
 """The generation stage: the target's own answers to prompts, so that the draft trains on what it will have to draft.
 
-FILE.jsonl gets one row a prompt: the conversation with the answer, and the exact token ids and loss mask, which
-stage 1 takes as they are: no rendering and tokenising anew that could differ from what the target said. While it runs,
-finished answers are appended to FILE.jsonl.part; the same command goes on from there.
+A conversation is answered turn by turn, each prompt with the target's own earlier answers. FILE.jsonl gets its rows:
+the messages, and the exact token ids and loss mask, which stage 1 takes as they are: no rendering and tokenising anew
+that could differ from what the target said. While it runs, each finished conversation is a line of FILE.jsonl.part; the
+same command goes on from there. Memory holds the ids of the conversations and those under way, not their text.
 """
 
+import fcntl
 import json
+import time
+from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from eagle3 import chat, conversations, engine, files
+from eagle3 import chat, conversations, engine, files, server
+from eagle3.conversations import Drop, Drops, Message
 from eagle3.progress import Progress
 from eagle3.target import Target
 
@@ -19,8 +26,9 @@ if TYPE_CHECKING:
     from vllm import RequestOutput
 
 QUEUED_PROMPT_TOKENS = 1 << 16
-FORMAT = "eagle3-answers/1"
+FORMAT = "eagle3-answers/2"
 CUT_WARNING = 0.1  # share of answers cut by the length above which the user is told
+MAX_REFUSED = 10  # requests that a server may refuse while it refuses more than it answers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +40,7 @@ class Options:
     output: Path
     max_tokens: int
     temperature: float
+    base_url: str | None = None
     top_p: float = 1.0
     seed: int = 0
     batch_size: int = 64
@@ -46,12 +55,14 @@ class Options:
 
 @dataclass(frozen=True)
 class Generation:
-    """A checked plan: `prompts` with their token ids, those of `done` answered before; `settings` as recorded."""
+    """A checked plan. `turns`: how many answers each usable conversation wants, by id, in the order of the input;
+    `drops`: the other rows; `settings`: what a run that goes on must agree with."""
 
     options: Options
     chat: chat.Chat
-    prompts: dict[str, conversations.Prompt]
-    prompt_ids: dict[str, list[int]]
+    server: server.Server | None
+    turns: dict[str, int]
+    drops: Drops
     settings: dict[str, Any]
     max_model_len: int
 
@@ -68,51 +79,124 @@ class Generation:
         return self.options.output.is_file()
 
 
+@dataclass
+class Dialogue:
+    """A conversation under way: before answer k the target gets `turns[k]` on top of `messages`, what was said so far.
+
+    `prompt_ids`: the prompt of the answer that comes next; `rows`: what is to be trained on so far.
+    """
+
+    id: str
+    key: str
+    turns: list[list[Message]]
+    tools: list[dict[str, Any]] | None
+    category: str | None
+    messages: list[Message]
+    prompt_ids: list[int]
+    answered: int = 0
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    left_out: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def num_left(self) -> int:
+        return len(self.turns) - self.answered - sum(self.left_out.values())
+
+
+def turns_of(messages: list[Message]) -> list[list[Message]]:
+    """The messages put before the target for each of its answers.
+
+    It answers each user turn and the last result of tools. An answer in the input is left out for its own; calls of
+    tools stay with their results, since nothing here could run those that it would make itself.
+    """
+    turns: list[list[Message]] = []
+    given: list[Message] = []
+    for message, after in zip(messages, [*messages[1:], {}], strict=True):
+        calls = bool(message.get("tool_calls"))
+        if message["role"] == "assistant" and not calls and turns and not given:
+            continue
+        given.append(message)
+        follows = after.get("tool_calls") or after.get("role") == "tool"
+        if message["role"] in ("user", "tool") and not follows:
+            turns.append(given)
+            given = []
+    return turns
+
+
 def plan_generation(options: Options, *, overwrite: bool = False) -> Generation:
     """Read and render the prompts and check them against the target. ValueError names what does not fit."""
     target = Target.open(options.model_path)
     model_chat = chat.load(target, options.trust_remote_code, options.chat_template_kwargs)
-    drops = conversations.Drops()
-    max_model_len = options.max_model_len or target.max_positions
-    prompts, prompt_ids = _render(options, model_chat, max_model_len, drops)
-    for line in drops.lines():
-        print(line)
-    if not prompts:
+    connected = server.connect(options.base_url) if options.base_url else None
+    limits = (options.max_model_len, connected and connected.max_model_len, target.max_positions)
+    room = min(limit for limit in limits if limit)
+    drops, turns, need = Drops(), {}, 0
+    for dialogue in _usable(options, model_chat, room, drops):
+        turns[dialogue.id] = len(dialogue.turns)
+        need = max(need, _longest(dialogue, model_chat, options.max_tokens))
+    print(*drops.lines(), sep="\n", end="\n" if drops.total else "")
+    if not turns:
         raise ValueError(f"--input {' '.join(map(str, options.input))}: no usable prompt")
-    longest = max(map(len, prompt_ids.values()))
-    if options.max_model_len is None:  # no more KV cache than the prompts need
-        max_model_len = min(target.max_positions, longest + options.max_tokens)
     settings = {
         "format": FORMAT,
         "target": target.fingerprint,
-        "prompts": files.sha256_json(prompt_ids),
-        **{k: v for k, v in asdict(options).items() if k in ("max_tokens", "temperature", "top_p", "seed", "keep_cut")},
+        "inputs": [conversations.input_hash(path) for path in conversations.expand(options.input)],
+        **{k: v for k, v in asdict(options).items() if k in ("max_tokens", "temperature", "top_p", "seed", "limit")},
+        "keep_cut": options.keep_cut,
         "chat_template_kwargs": options.chat_template_kwargs,
     }
-    generation = Generation(options, model_chat, prompts, prompt_ids, settings, max_model_len)
+    max_model_len = min(room, need)  # no more KV cache than the prompts need
+    generation = Generation(options, model_chat, connected, turns, drops, settings, max_model_len)
     _check_output(generation, overwrite)
     return generation
 
 
-def _render(
-    options: Options, model_chat: chat.Chat, max_model_len: int, drops: conversations.Drops
-) -> tuple[dict[str, conversations.Prompt], dict[str, list[int]]]:
-    """The usable prompts by id and their token ids; the others are counted in `drops`."""
-    prompts, prompt_ids = {}, {}
-    for prompt in conversations.read_prompts(options.input, drops):
-        if options.limit is not None and len(prompts) == options.limit:
-            break
-        try:
-            ids = model_chat.prompt_ids(prompt.messages, prompt.tools)
-            if len(ids) >= max_model_len:
-                raise conversations.Drop("too_long", f"{len(ids)} tokens, {max_model_len} fit with an answer")
-            if prompt.id in prompts:
-                raise conversations.Drop("duplicate", f"id {prompt.id!r} was there before")
-        except conversations.Drop as drop:
-            drops.add(prompt.where, drop)
-            continue
-        prompts[prompt.id], prompt_ids[prompt.id] = prompt, ids
-    return prompts, prompt_ids
+def _usable(options: Options, model_chat: chat.Chat, room: int, drops: Drops) -> Iterator[Dialogue]:
+    """The conversations that can be asked, `options.limit` at most; other rows are counted in `drops`.
+
+    Another conversation under the id of an earlier one gets an id of its own.
+    """
+    seen: dict[str, str] = {}
+    for path in conversations.expand(options.input):
+        for raw in conversations.read_raw(path):
+            if options.limit is not None and len(seen) == options.limit:
+                return
+            try:
+                dialogue = _dialogue(raw, model_chat, room)
+                if seen.get(dialogue.id, dialogue.key) != dialogue.key:
+                    dialogue.id += f"~{dialogue.key[:12]}"
+                if dialogue.id in seen:
+                    raise Drop("duplicate", f"{dialogue.id!r} came before with the same content")
+            except Drop as drop:
+                drops.add(raw.where, drop)
+                continue
+            seen[dialogue.id] = dialogue.key
+            yield dialogue
+
+
+def _dialogue(raw: conversations.Raw, model_chat: chat.Chat, room: int) -> Dialogue:
+    row = conversations.parse(raw)
+    if isinstance(row, conversations.Tokens):
+        raise Drop("unknown_format", "token ids are no prompt")
+    turns = turns_of(row.messages)
+    if not turns:
+        raise Drop("no_user_turn", f"its roles are {', '.join(m['role'] for m in row.messages)}")
+    model_chat.check_text([m for turn in turns for m in turn], row.tools)
+    dialogue = Dialogue(row.id, row.key, turns, row.tools, row.category, list(turns[0]), [])
+    _render(dialogue, model_chat, room)
+    return dialogue
+
+
+def _render(dialogue: Dialogue, model_chat: chat.Chat, room: int) -> None:
+    dialogue.prompt_ids = model_chat.prompt_ids(dialogue.messages, dialogue.tools)
+    if (length := len(dialogue.prompt_ids)) >= room:
+        raise Drop("too_long", f"{length} tokens, {room} fit with an answer")
+
+
+def _longest(dialogue: Dialogue, model_chat: chat.Chat, max_tokens: int) -> int:
+    """At most how many tokens its last prompt and answer have; the JSON of the later turns stands for their headers."""
+    later = dialogue.turns[1:]
+    more = len(model_chat.encode(json.dumps(later, ensure_ascii=False))) if later else 0
+    return len(dialogue.prompt_ids) + more + len(dialogue.turns) * max_tokens
 
 
 def _check_output(generation: Generation, overwrite: bool) -> None:
@@ -121,48 +205,128 @@ def _check_output(generation: Generation, overwrite: bool) -> None:
         for path in (output, generation.part, settings_file):
             path.unlink(missing_ok=True)
     elif settings_file.is_file():
-        if difference := files.first_difference(files.read_json(settings_file), generation.settings):
+        found = files.read_json(settings_file)
+        found.pop("counts", None)
+        if difference := files.first_difference(found, generation.settings):
             raise ValueError(f"--output {output}: begun with other settings: {difference} (or use --overwrite)")
     elif output.exists():
         raise ValueError(f"--output {output}: exists and was not written by this stage (or use --overwrite)")
 
 
 def generate(generation: Generation) -> None:
-    """Answer every prompt that has no answer yet, then write the output in the order of the prompts."""
+    """Answer every conversation that is not finished yet, then write the output in the order of the input."""
+    generation.part.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(generation.part) as file:
+        files.write_json(generation.settings_file, generation.settings)
+        journal = Journal(file)
+        print(f"conversations: {len(generation.turns):,}, {len(journal.places):,} of them finished before")
+        refused = Drops()
+        if len(journal.places) < len(generation.turns):
+            _answer_rest(generation, journal, refused)
+        counts = _write_output(generation, journal, refused)
+        generation.part.unlink()
+    print(*_report(generation.options, counts), sep="\n")
+
+
+@contextmanager
+def _locked(part: Path) -> Iterator[IO[bytes]]:
+    """The open .part file, held for this process alone. ValueError if another run writes it."""
+    with open(part, "a+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"{part}: another run is writing it") from None
+        yield file
+
+
+class Journal:
+    """The finished conversations, a line each: {"id", "rows", "turns": {fate: how many}}; `places`: where they begin.
+
+    What a kill left half-written is cut off; a line that is no JSON is made again.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.places = file, dict[str, int]()
+        file.seek(0)
+        end = 0
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            try:
+                self.places[json.loads(line)["id"]] = end
+            except ValueError:
+                print(f"one line of {file.name} is damaged: its conversation is answered again")
+            end += len(line)
+        file.truncate(end)
+
+    def append(self, entry: dict[str, Any]) -> None:
+        self.places[entry["id"]] = self.file.seek(0, 2)
+        self.file.write(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
+        self.file.flush()
+
+    def read(self, dialogue_id: str) -> dict[str, Any]:
+        self.file.seek(self.places[dialogue_id])
+        return json.loads(self.file.readline())
+
+
+class Requests:
+    """The dialogues to ask, in turn: one under way before a new one.
+
+    An iterator that may go on after its end, since an answer can bring the next question; so what is made of it must be
+    a map, as a generator that has ended once has ended for good.
+    """
+
+    def __init__(self, fresh: Iterator[Dialogue]) -> None:
+        self.fresh = fresh
+        self.next_turns: deque[Dialogue] = deque()
+        self.asked: dict[str, Dialogue] = {}
+
+    def __iter__(self) -> "Requests":
+        return self
+
+    def __next__(self) -> Dialogue:
+        dialogue = self.next_turns.popleft() if self.next_turns else next(self.fresh)
+        self.asked[dialogue.id] = dialogue
+        return dialogue
+
+
+def _answer_rest(generation: Generation, journal: Journal, refused: Drops) -> None:
+    """Ask whatever the journal does not have. A server's refusals are counted in `refused`, and asked again next time.
+
+    ValueError when a server refuses more than it answers.
+    """
+    fresh = _usable(generation.options, generation.chat, generation.max_model_len, Drops())
+    requests = Requests(d for d in fresh if d.id not in journal.places)
+    turns = generation.turns
+    done = sum(turns[i] for i in journal.places)
+    start, tokens, answered = time.monotonic(), 0, 0
+    with Progress("generate", sum(turns.values()), "answers", done=done) as progress:
+        for answer in _answers(generation, requests):
+            dialogue = requests.asked.pop(answer.id)
+            before = dialogue.num_left
+            if answer.refusal:
+                refused.add(answer.id, answer.refusal)
+                progress.update(before)
+                if refused.total >= MAX_REFUSED and refused.total > answered:
+                    raise ValueError(f"--base-url {generation.options.base_url}: {answer.refusal}")
+                continue
+            take(generation, dialogue, answer)
+            if dialogue.num_left:
+                requests.next_turns.append(dialogue)
+            else:
+                journal.append(_entry(generation, dialogue))
+            answered, tokens = answered + 1, tokens + answer.num_tokens
+            rate = tokens / (time.monotonic() - start)
+            progress.update(before - dialogue.num_left, f"{tokens:,} tokens, {rate:,.0f} tokens/s")
+
+
+def _answers(generation: Generation, requests: Requests) -> Iterator[server.Answer]:
+    """What the target says to each request, as it comes: by the running server, else by an engine started here."""
     options = generation.options
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    files.write_json(generation.settings_file, generation.settings)
-    done = _answered(generation.part)
-    print(f"prompts: {len(generation.prompts):,}, {len(done):,} of them answered before")
-    if len(done) < len(generation.prompts):
-        _answer_rest(generation, done)
-    rows = _answered(generation.part)
-    lines = [rows[i] for i in generation.prompts]
-    cut = [json.loads(line)["finish_reason"] == "length" for line in lines]
-    kept = [line for line, is_cut in zip(lines, cut, strict=True) if options.keep_cut or not is_cut]
-    if not kept:
-        raise ValueError(
-            f"all {len(lines)} answers are cut by --max-tokens {options.max_tokens}: raise it, or --keep-cut"
-        )
-    with files.atomic(options.output) as temporary:
-        temporary.write_text("".join(kept))
-    generation.part.unlink()
-    _report(options, len(kept), sum(cut))
-
-
-def _answered(part: Path) -> dict[str, str]:
-    """The whole lines of a .part file by prompt id; a line cut short by a kill is dropped from the file."""
-    if not part.exists():
-        return {}
-    lines = part.read_text().splitlines(keepends=True)
-    if lines and not lines[-1].endswith("\n"):
-        lines.pop()
-        part.write_text("".join(lines))
-    return {json.loads(line)["id"]: line for line in lines}
-
-
-def _answer_rest(generation: Generation, done: dict[str, str]) -> None:
-    options = generation.options
+    if generation.server:
+        asked = map(partial(_question, generation), requests)
+        yield from server.stream(generation.server, asked, options.batch_size)
+        return
     llm = engine.start(
         options.model_path,
         tp_size=options.tp_size,
@@ -173,60 +337,163 @@ def _answer_rest(generation: Generation, done: dict[str, str]) -> None:
         seed=options.seed,
     )
     try:
-        counting = Progress("generate", len(generation.prompts), "answers", done=len(done))
-        with open(generation.part, "a") as part, counting as progress:
-            tokens = 0
-            for output in engine.stream(llm, _requests(generation, done), QUEUED_PROMPT_TOKENS):
-                tokens += len(output.outputs[0].token_ids)
-                _append(part, _row(generation, output))
-                progress.update(1, f"{tokens:,} tokens")
+        asked = map(partial(_request, generation), requests)
+        yield from map(_as_answer, engine.stream(llm, asked, QUEUED_PROMPT_TOKENS))
     finally:
         engine.stop(llm)
 
 
-def _requests(generation: Generation, done: dict[str, str]) -> Iterator[engine.Request]:
-    from vllm import SamplingParams
-
+def _sampling(generation: Generation, dialogue: Dialogue) -> dict[str, Any]:
+    """How the next answer is sampled; the seed is the conversation's own, whatever runs beside it."""
     options = generation.options
-    for prompt_id, ids in generation.prompt_ids.items():
-        if prompt_id not in done:
-            params = SamplingParams(
-                temperature=options.temperature,
-                top_p=options.top_p,
-                seed=None if options.temperature == 0 else options.seed,
-                max_tokens=min(options.max_tokens, generation.max_model_len - len(ids)),
-                stop_token_ids=generation.chat.stop_ids,
-                detokenize=False,
-            )
-            yield engine.Request(prompt_id, ids, params)
-
-
-def _row(generation: Generation, output: "RequestOutput") -> dict[str, Any]:
-    """The finished answer as a row: readable messages, and the ids that were really generated."""
-    prompt, answer = generation.prompts[output.request_id], output.outputs[0]
-    ids = list(answer.token_ids)
-    spoken = ids[:-1] if ids and ids[-1] in generation.chat.stop_ids else ids
+    seed = int(files.sha256(f"{options.seed} {dialogue.id}".encode())[:8], 16)
     return {
-        "id": prompt.id,
-        "messages": [*prompt.messages, {"role": "assistant", "content": generation.chat.decode(spoken)}],
-        "input_ids": generation.prompt_ids[prompt.id] + ids,
-        "loss_mask": [0] * len(generation.prompt_ids[prompt.id]) + [1] * len(ids),
-        "finish_reason": answer.finish_reason,
-        "tokenizer": generation.settings["target"]["tokenizer"],
-        **({"category": prompt.category} if prompt.category else {}),
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "seed": None if options.temperature == 0 else seed,
+        "max_tokens": min(options.max_tokens, generation.max_model_len - len(dialogue.prompt_ids)),
     }
 
 
-def _append(part: IO[str], row: dict[str, Any]) -> None:
-    part.write(json.dumps(row, ensure_ascii=False) + "\n")
-    part.flush()
+def _request(generation: Generation, dialogue: Dialogue) -> engine.Request:
+    from vllm import SamplingParams
+
+    stop_ids = generation.chat.stop_ids
+    params = SamplingParams(**_sampling(generation, dialogue), stop_token_ids=stop_ids, detokenize=False)
+    return engine.Request(dialogue.id, dialogue.prompt_ids, params)
 
 
-def _report(options: Options, num_kept: int, num_cut: int) -> None:
-    """Print what was made; warn when many answers were cut by the length."""
-    answered = num_kept if options.keep_cut else num_kept + num_cut
+def _as_answer(output: "RequestOutput") -> server.Answer:
+    said = output.outputs[0]
+    return server.Answer(output.request_id, said.finish_reason, len(said.token_ids), ids=list(said.token_ids))
+
+
+def _question(generation: Generation, dialogue: Dialogue) -> server.Question:
+    kwargs = generation.options.chat_template_kwargs
+    return server.Question(
+        dialogue.id, dialogue.messages, dialogue.tools, kwargs, dialogue.prompt_ids, _sampling(generation, dialogue)
+    )
+
+
+def take(generation: Generation, dialogue: Dialogue, answer: server.Answer) -> None:
+    """Add an answer to its conversation and bring up the next turn; what cannot be had is left out under a reason."""
+    cut = answer.finish_reason == "length"
+    try:
+        if cut and not generation.options.keep_cut:
+            raise Drop("cut", f"by --max-tokens {generation.options.max_tokens}")
+        message = _add(generation, dialogue, answer)
+        if not dialogue.num_left:
+            return
+        if cut:
+            raise Drop("after_cut", "nobody would go on after half an answer")
+        if message.get("tool_calls"):
+            raise Drop("calls_tool", "nothing here runs a tool")
+        generation.chat.check_text([message])
+        dialogue.messages += dialogue.turns[dialogue.answered]
+        _render(dialogue, generation.chat, generation.max_model_len)
+    except Drop as drop:
+        dialogue.left_out[drop.reason] = dialogue.num_left
+
+
+def _add(generation: Generation, dialogue: Dialogue, answer: server.Answer) -> Message:
+    """Add the answer to the conversation's messages and to what is trained on; returns it as a message."""
+    message = answer.message
+    if answer.ids is not None:
+        ended = answer.ids[-1:] and answer.ids[-1] in generation.chat.stop_ids
+        message = conversations.answer(generation.chat.decode(answer.ids[:-1] if ended else answer.ids))
+    elif any(m["role"] == "assistant" for turn in dialogue.turns for m in turn):
+        raise Drop("given_answer", "without token ids it could not be told from the target's own")
+    dialogue.messages.append(message)
+    _add_tokens(dialogue, answer.ids)
+    tools = {"tools": dialogue.tools} if dialogue.tools else {}
+    dialogue.rows[-1] |= {"messages": list(dialogue.messages), "finish_reason": answer.finish_reason, **tools}
+    dialogue.answered += 1
+    return message
+
+
+def _add_tokens(dialogue: Dialogue, ids: list[int] | None) -> None:
+    """Continue the last row where the prompt continues its ids as they stand, else begin one; without ids one row."""
+    known = dialogue.rows[-1].get("input_ids", []) if dialogue.rows else None
+    if known is None or (ids is not None and dialogue.prompt_ids[: len(known)] != known):
+        dialogue.rows.append({})
+    if ids is None:
+        return
+    row = dialogue.rows[-1]
+    before, mask = row.get("input_ids", []), row.get("loss_mask", [])
+    new = dialogue.prompt_ids[len(before) :]
+    row |= {"input_ids": before + new + ids, "loss_mask": mask + [0] * len(new) + [1] * len(ids)}
+
+
+def _entry(generation: Generation, dialogue: Dialogue) -> dict[str, Any]:
+    """A finished conversation as a line of the journal."""
+    shared = {
+        "tokenizer": generation.settings["target"]["tokenizer"],
+        "chat_template_kwargs": generation.options.chat_template_kwargs,
+        **({"category": dialogue.category} if dialogue.category else {}),
+    }
+    several = len(dialogue.rows) > 1
+    ids = [f"{dialogue.id}#{n}" if several else dialogue.id for n in range(1, len(dialogue.rows) + 1)]
+    rows = [{"id": i, **row, **shared} for i, row in zip(ids, dialogue.rows, strict=True)]
+    return {"id": dialogue.id, "rows": rows, "answered": dialogue.answered, "left_out": dialogue.left_out}
+
+
+@dataclass
+class Counts:
+    """rows_in == kept + the sum of dropped; the answers that those rows ask for == answered + the sum of left_out."""
+
+    rows_in: int
+    dropped: dict[str, int]
+    kept: int = 0
+    rows: int = 0
+    answered: int = 0
+    cut: int = 0
+    left_out: dict[str, int] = field(default_factory=dict)
+
+    def add(self, entry: dict[str, Any]) -> None:
+        rows, left_out = entry["rows"], entry["left_out"]
+        self.answered += entry["answered"]
+        self.cut += "cut" in left_out or (bool(rows) and rows[-1]["finish_reason"] == "length")
+        self.kept += bool(rows)
+        self.rows += len(rows)
+        for reason, count in left_out.items():
+            # a cut answer is one, with the turns that it keeps from being asked
+            split = {"cut": 1, "after_cut": count - 1} if reason == "cut" else {reason: count}
+            for name, number in split.items():
+                self.left_out[name] = self.left_out.get(name, 0) + number
+        if not rows:
+            reason = next(iter(left_out))
+            self.dropped[reason] = self.dropped.get(reason, 0) + 1
+
+
+def _write_output(generation: Generation, journal: Journal, refused: Drops) -> Counts:
+    """The rows in the order of the input, and the counts beside the settings. ValueError if there is no row."""
+    dropped = dict(generation.drops.counts)
+    for reason, count in refused.counts.items():
+        dropped[reason] = dropped.get(reason, 0) + count
+    counts = Counts(len(generation.turns) + generation.drops.total, dropped)
+    with files.atomic(generation.options.output) as temporary:
+        with open(temporary, "w") as file:
+            for dialogue_id in filter(journal.places.__contains__, generation.turns):
+                entry = journal.read(dialogue_id)
+                counts.add(entry)
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in entry["rows"])
+        assert counts.rows_in == counts.kept + sum(counts.dropped.values()), "conversations were lost"
+        if not counts.kept:
+            why = ", ".join(f"{reason}: {count:,}" for reason, count in counts.dropped.items())
+            raise ValueError(f"no answer is left ({why}); for cut ones raise --max-tokens, or --keep-cut")
+        files.write_json(generation.settings_file, {**generation.settings, "counts": asdict(counts)})
+    return counts
+
+
+def _report(options: Options, counts: Counts) -> Iterator[str]:
+    """What was made; a warning when many answers were cut by the length."""
+    dropped = sum(counts.dropped.values())
+    yield f"done: {counts.rows_in:,} conversations = {counts.kept:,} kept + {dropped:,} dropped -> {options.output}"
+    yield from (f"  dropped, {reason}: {count:,}" for reason, count in counts.dropped.items())
+    yield f"      {counts.rows:,} rows with {counts.answered:,} answers"
+    yield from (f"  left out, {reason}: {count:,}" for reason, count in counts.left_out.items() if count)
     fate = "kept and marked" if options.keep_cut else "left out"
-    print(f"done: {answered:,} answers = {num_kept:,} kept + {answered - num_kept:,} left out -> {options.output}")
-    print(f"      {num_cut:,} of them were cut by --max-tokens {options.max_tokens} ({fate})")
-    if num_cut > CUT_WARNING * answered:
-        print(f"WARNING: {num_cut / answered:.0%} of the answers are cut; a larger --max-tokens gives whole ones")
+    yield f"      {counts.cut:,} answers were cut by --max-tokens {options.max_tokens} ({fate})"
+    made = counts.answered + (0 if options.keep_cut else counts.cut)
+    if counts.cut > CUT_WARNING * made:
+        yield f"WARNING: {counts.cut / made:.0%} of the answers are cut; a larger --max-tokens gives whole ones"
