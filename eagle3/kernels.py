@@ -646,14 +646,44 @@ def _teacher_stats(logits, lse, neg_entropy, label, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _draft_stats(logits, teacher, teacher_lse, size, LOSS: tl.constexpr, BLOCK: tl.constexpr):
+    """Maximum and log-sum-exp of a row of logits, and their mean under the teacher (not for ce).
+
+    Sums stay spread over the block's lanes until the end; only the running maximum is reduced at every block.
+    """
+    best = float("-inf")
+    lanes, dots = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, size, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        value = _load_logits(logits, column, size)
+        new_best = tl.maximum(best, tl.max(value, 0))
+        lanes = lanes * tl.exp(best - new_best) + tl.exp(value - new_best)
+        best = new_best
+        if LOSS != 1:
+            p = tl.exp(_load_logits(teacher, column, size) - teacher_lse)
+            dots += tl.where(column < size, p * value, 0.0)
+    return best, best + tl.log(tl.sum(lanes)), tl.sum(dots)
+
+
+@triton.jit
+def _overlap(logits, draft_lse, teacher, teacher_lse, size, BLOCK: tl.constexpr):
+    """sum min(p, q), and the sum of q over q < p."""
+    overlap, below = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, size, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        p = tl.exp(_load_logits(teacher, column, size) - teacher_lse)
+        q = tl.exp(_load_logits(logits, column, size) - draft_lse)
+        overlap += tl.minimum(p, q)
+        below += tl.where(q < p, q, 0.0)
+    return tl.sum(overlap), tl.sum(below)
+
+
+@triton.jit
 def _score_rows(
     logits, teacher, lse, neg_entropy, label, target_row, row_weight, losses, correct, size, LK_DECAY,
     LOSS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row: its loss, whether its argmax is the teacher's, and its logits replaced by weight x gradient.
-
-    Sums stay spread over the block's lanes until the end; only the running maximum is reduced at every block.
-    """
+    """One row: its loss, whether its argmax is the teacher's, and its logits replaced by weight x gradient."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * size
     target = tl.load(target_row + row)
@@ -668,33 +698,14 @@ def _score_rows(
         teacher_lse = tl.load(lse + target)
         taught = tl.load(label + target)
         taught_logit = tl.load(logits + taught).to(tl.float32)
-        best = float("-inf")
-        lanes, dots = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, size, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            value = _load_logits(logits, column, size)
-            new_best = tl.maximum(best, tl.max(value, 0))
-            lanes = lanes * tl.exp(best - new_best) + tl.exp(value - new_best)
-            best = new_best
-            if LOSS != 1:
-                p = tl.exp(_load_logits(teacher, column, size) - teacher_lse)
-                dots += tl.where(column < size, p * value, 0.0)
-        draft_lse = best + tl.log(tl.sum(lanes))
+        best, draft_lse, dot = _draft_stats(logits, teacher, teacher_lse, size, LOSS, BLOCK)
         if LOSS == 1:
             loss = draft_lse - taught_logit
         else:
-            loss = tl.load(neg_entropy + target) - tl.sum(dots) + draft_lse
+            loss = tl.load(neg_entropy + target) - dot + draft_lse
         mix, below = 1.0, 0.0
         if LOSS == 2:
-            overlap, below_lanes = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-            for start in range(0, size, BLOCK):
-                column = start + tl.arange(0, BLOCK)
-                p = tl.exp(_load_logits(teacher, column, size) - teacher_lse)
-                q = tl.exp(_load_logits(logits, column, size) - draft_lse)
-                overlap += tl.minimum(p, q)
-                below_lanes += tl.where(q < p, q, 0.0)
-            accepted = tl.sum(overlap)
-            below = tl.sum(below_lanes)
+            accepted, below = _overlap(logits, draft_lse, teacher, teacher_lse, size, BLOCK)
             mix = tl.exp(-LK_DECAY * accepted)
             loss = mix * loss + (1 - mix) * (1 - accepted)
         tl.store(losses + row, loss)
