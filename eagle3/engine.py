@@ -58,12 +58,12 @@ def versions() -> dict[str, str]:
 def prepare_environment(tp_size: int) -> None:
     """Set what vLLM reads from the environment, where the user has not set it. Call before anything imports vllm.
 
-    On CPU each rank gets its share of the processors by name: vLLM's own binding keeps one processor idle, and with
-    more than one rank fails with "Not enough allowed NUMA nodes".
+    On CPU each of several ranks gets its share of the processors by name: vLLM's own binding then fails with "Not
+    enough allowed NUMA nodes". One rank is left to vLLM, which keeps a processor free for the engine's own loop.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if on_cpu():
+    if on_cpu() and tp_size > 1:
         cpus = sorted(os.sched_getaffinity(0))
         share = max(len(cpus) // tp_size, 1)
         groups = [cpus[i * share % len(cpus) :][:share] for i in range(tp_size)]
