@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from eagle3.prepare import Plan
 
 
-def make_parser() -> cli.Parser:
-    parser = cli.Parser("prepare", __doc__)
-    cli.add_model(parser)
-    add = parser.add_argument
+def parser() -> cli.Parser:
+    p = cli.Parser("prepare", __doc__)
+    cli.add_model(p)
+    add = p.add_argument
     add(
         "--input",
         nargs="+",
@@ -68,7 +68,7 @@ def make_parser() -> cli.Parser:
     add("--show", type=int, default=0, metavar="N", help="print the first N samples, supervised text marked")
     add("--workers", type=cli.positive_int, metavar="N", help="processes (default: as many as cores, fewer if little)")
     add("--overwrite", action="store_true", help="replace what the output folder holds")
-    return parser
+    return p
 
 
 def role_alias(text: str) -> tuple[str, str]:
@@ -125,4 +125,4 @@ def work(plan: "Plan") -> None:
 
 
 if __name__ == "__main__":
-    cli.run(make_parser(), check, work)
+    cli.run(parser(), check, work)

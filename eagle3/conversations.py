@@ -82,6 +82,7 @@ class Conversation:
     """Messages in the one form. `cut`: the last answer was stopped by a length limit, so it has no end of turn.
 
     `key`: a hash of what is said, the same for two copies of one conversation; also the id of one that came without.
+    `template_kwargs`: with which settings of the chat template the answers came, where the row says so.
     """
 
     messages: list[Message]
@@ -90,12 +91,16 @@ class Conversation:
     key: str = ""
     category: str | None = None
     cut: bool = False
+    template_kwargs: dict[str, Any] | None = None
     format: str = "messages"
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A row that came tokenised: `input_ids` and `loss_mask` of one length; `tokenizer`: its hash, where given."""
+    """A row that came tokenised: `input_ids` and `loss_mask` of one length; `tokenizer`: its hash, where given.
+
+    `template_kwargs`: with which settings of the chat template it was made, where the row says so.
+    """
 
     input_ids: list[int]
     loss_mask: list[int]
@@ -103,6 +108,7 @@ class Tokens:
     key: str
     tokenizer: str | None = None
     cut: bool = False
+    template_kwargs: dict[str, Any] | None = None
     format: str = "tokenized"
 
 
@@ -278,6 +284,7 @@ def parse(raw: Raw, format: str = "auto", roles: Mapping[str, str] = ROLES) -> C
         key=key,
         category=None if category is None else str(category),
         cut=_is_cut(row),
+        template_kwargs=row.get("chat_template_kwargs"),
         format=format,
     )
 
@@ -406,6 +413,7 @@ def _tokens(row: Mapping[str, Any]) -> Tokens:
         key=key,
         tokenizer=row.get("tokenizer"),
         cut=_is_cut(row),
+        template_kwargs=row.get("chat_template_kwargs"),
     )
 
 

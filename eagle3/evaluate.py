@@ -4,6 +4,7 @@ Acceptance length = accepted draft tokens + 1 (the target's own token) for each 
 draft. It is counted for every prompt from what each engine step adds to it, and for the whole from vLLM's counters.
 """
 
+import json
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from eagle3 import chat, conversations, engine, files
+from eagle3.export import TEMPLATE_KWARGS
 from eagle3.progress import Progress
 from eagle3.target import Target
 
@@ -81,6 +83,7 @@ def plan_evaluation(options: Options) -> Evaluation:
         raise ValueError(f"--draft {options.draft}: its target {model_path} is not there; name it with --model-path")
     target = Target.open(model_path)
     _check_fit(options.draft, config, target)
+    _warn_of_another_mode(options, config)
     model_chat = chat.load(target, options.trust_remote_code, options.chat_template_kwargs)
     num_drafts = options.num_speculative_tokens or speculators["proposal_methods"][0]["speculative_tokens"]
     names = [path.stem for path in options.prompts]
@@ -109,6 +112,15 @@ def _check_fit(draft: Path, config: dict[str, Any], target: Target) -> None:
     for key, expected in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
         if layer[key] != expected:
             raise ValueError(f"--draft {draft}: its {key} is {layer[key]}, the target's is {expected}")
+
+
+def _warn_of_another_mode(options: Options, config: dict[str, Any]) -> None:
+    """Say so when the prompts are rendered otherwise than the draft's data was: a thinking target says other things."""
+    trained, asked = config.get(TEMPLATE_KWARGS), options.chat_template_kwargs
+    if trained not in (None, asked):
+        print(
+            f"WARNING: the draft was trained with --chat-template-kwargs {json.dumps(trained)}, not {json.dumps(asked)}"
+        )
 
 
 def read_benchmark(path: Path, model_chat: chat.Chat, room: int, limit: int | None) -> list[Prompt]:

@@ -21,17 +21,29 @@ from eagle3.target import EMBEDDING, Target
 from eagle3.vocab import DraftVocab
 
 SPECULATORS_VERSION = "0.9.0"  # whose layout this is
+TEMPLATE_KWARGS = "chat_template_kwargs"  # our own key of config.json; vLLM and speculators pass over it
 
 
 def export(
-    folder: Path, draft: Draft, target: Target, vocab: DraftVocab, layer_ids: Sequence[int], num_speculative_tokens: int
+    folder: Path,
+    draft: Draft,
+    target: Target,
+    vocab: DraftVocab,
+    layer_ids: Sequence[int],
+    num_speculative_tokens: int,
+    template_kwargs: dict[str, Any] | None = None,
 ) -> None:
-    """Write the draft as `folder`, in place of what was there; the folder is whole as soon as it has its name."""
+    """Write the draft as `folder`, in place of what was there; the folder is whole as soon as it has its name.
+
+    `template_kwargs`: the settings of the chat template with which its data was made, for stage 4 to compare.
+    """
     temporary = files.temporary_name(folder)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     dtype = target_dtype(target)
     content = config(draft.config, target, layer_ids, num_speculative_tokens, dtype)
+    if template_kwargs is not None:
+        content[TEMPLATE_KWARGS] = template_kwargs
     files.write_json(temporary / "config.json", content)
     save_file(tensors(draft, vocab, dtype), temporary / "model.safetensors", {"format": "pt"})
     flush_folder(temporary)

@@ -65,12 +65,17 @@ class Plan:
 
     @cached_property
     def description(self) -> dict[str, Any]:
-        """What a finished output folder must have been made with: target, settings and input."""
+        """What a finished output folder must have been made with: target, settings, versions and input."""
         inputs: dict[str, str] = {}
         for path in self.inputs:
             name = path.name if path.name not in inputs else f"{path.name} ({len(inputs) + 1})"
             inputs[name] = conversations.input_hash(path)
-        return {"target": self.target.fingerprint, "settings": asdict(self.settings), "inputs": inputs}
+        return {
+            "target": self.target.fingerprint,
+            "settings": asdict(self.settings),
+            "versions": {"eagle3-train": __version__} | {p: version(p) for p in ("transformers", "tokenizers")},
+            "inputs": inputs,
+        }
 
 
 @dataclass(frozen=True)
@@ -112,11 +117,17 @@ class Rows:
     def _outcome(self, raw: Raw) -> Kept | Drop:
         try:
             row = conversations.parse(raw, self.settings.format, self.roles)
+            self._check_template_kwargs(row.template_kwargs)
             return self._tokens(row) if isinstance(row, conversations.Tokens) else self._conversation(row)
         except Drop as drop:
             return drop
         except Exception as error:
             raise RuntimeError(f"{raw.where}: {type(error).__name__}: {error}") from error
+
+    def _check_template_kwargs(self, found: dict[str, Any] | None) -> None:
+        expected = self.settings.chat_template_kwargs
+        if found not in (None, expected):
+            raise Drop("other_template_kwargs", f"made with --chat-template-kwargs {found}, this run has {expected}")
 
     def _tokens(self, row: conversations.Tokens) -> Kept:
         if max(row.input_ids) >= self.chat.target.vocab_size:
@@ -296,7 +307,6 @@ def _finish(plan: Plan, tally: Tally) -> list[str]:
             "counts": tally.counts(),
             "statistics": tally.statistics(),
             "draft_vocab": {"size": chosen.size, "coverage": vocab.coverage(chosen, tally.token_counts)},
-            "versions": {"eagle3-train": __version__} | {p: version(p) for p in ("transformers", "tokenizers")},
         },
     )
     return summary

@@ -12,10 +12,14 @@ from eagle3.vocab import DraftVocab
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """Captured states that fit the target at hand, whole and of a known layer convention."""
+    """Captured states that fit the target at hand, whole and of a known layer convention.
+
+    `template_kwargs`: the settings of the chat template with which the data was prepared.
+    """
 
     data: ShardSet
     vocab: DraftVocab
+    template_kwargs: dict[str, Any]
 
     @classmethod
     def open(cls, folder: Path, target: Target) -> "HiddenStates":
@@ -27,7 +31,8 @@ class HiddenStates:
                 f"--hidden-states {folder}: unfinished, it has {found} of {metadata['num_shards']} shards; run "
                 "02_extract_hidden_states.py again with the same flags, it goes on where it stopped"
             )
-        states = cls(ShardSet(folder), DraftVocab.load(folder))
+        template_kwargs = metadata["prepared"].get("settings", {}).get("chat_template_kwargs", {})
+        states = cls(ShardSet(folder), DraftVocab.load(folder), template_kwargs)
         states._check(folder, target, metadata)
         return states
 

@@ -1,6 +1,7 @@
 """The target's folder, read without loading the model or running its code: config, fingerprint, a few weights."""
 
 import json
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -147,6 +148,13 @@ class Target:
 
 
 def check_same_target(expected: dict[str, str], found: dict[str, str], where: str) -> None:
-    """ValueError naming what differs when `where` was made with another target than the one at hand."""
-    if difference := files.first_difference(expected, found):
-        raise ValueError(f"{where} was made with another target: its {difference}")
+    """ValueError naming all that differs when `where` was made with another target than the one at hand."""
+    names = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
+    if names:
+        parts = [f"{name} (expected {_short(expected.get(name))}, found {_short(found.get(name))})" for name in names]
+        raise ValueError(f"{where} was made with another target: its {' and '.join(parts)}")
+
+
+def _short(value: str | None) -> str | None:
+    """The beginning of a hash; a name as it is."""
+    return value[:12] if value and re.fullmatch("[0-9a-f]{64}", value) else value

@@ -376,7 +376,8 @@ def save(trainer: Trainer, epoch: float, judge: bool) -> None:
         position.best_step = position.step
         if ranks.first:
             states, drafts = run.states, run.num_speculative_tokens
-            export(run.folder / DRAFT, trainer.draft, run.target, states.vocab, states.layer_ids, drafts)
+            kwargs = states.template_kwargs
+            export(run.folder / DRAFT, trainer.draft, run.target, states.vocab, states.layer_ids, drafts, kwargs)
             ranks.say(f"exported: {run.folder / DRAFT}")
     path = checkpoint.save(run.folder, state(trainer.draft, trainer.optimizer), position, run.identity, ranks)
     if ranks.first:

@@ -35,4 +35,26 @@ def test_a_config_is_accepted_and_its_values_arrive(name, stage):
     values = vars(parser.parse(["--config", str(path), *left_out]))
     for key, value in section.items():
         found = values[key.replace("-", "_")]
-        assert (str(found) if isinstance(found, Path) else found) == value, key
+        assert plain(found) == value, key
+
+
+def plain(value):
+    """A flag's value as YAML has it."""
+    if isinstance(value, list):
+        return [plain(v) for v in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def test_the_kimi_config_has_room_for_thinking_answers_in_every_stage():
+    """8,192 tokens of prompt and answer pass from 00 to 03: what one stage lets through the next one takes whole."""
+    config = yaml.safe_load((ROOT / "configs" / "kimi_k25.yaml").read_text())
+    made = config["generate"]["max-model-len"]
+    assert made >= config["generate"]["max-tokens"] >= 8192
+    assert made <= config["prepare"]["max-seq-len"] <= config["extract"]["max-seq-len"]
+    assert config["prepare"]["max-seq-len"] <= config["train"]["batch-tokens"]
+    paths = {stage: values["model-path"] for stage, values in config.items() if "model-path" in values}
+    assert len(set(paths.values())) == 1 and len(paths) == 4
+    assert config["prepare"]["input"] == [config["generate"]["output"]]
+    assert config["extract"]["prepared-data"] == config["prepare"]["output-dir"] + "/tokenized_data.jsonl"
+    assert config["train"]["hidden-states"] == config["extract"]["output-dir"]
+    assert config["evaluate"]["draft"] == config["train"]["output-dir"] + "/draft"

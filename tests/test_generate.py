@@ -5,17 +5,22 @@ a real engine and a real `vllm serve`.
 """
 
 import json
+import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from chat_server import ChatServer, completion
 
-from eagle3 import chat, generate
+from eagle3 import chat, engine, generate
 from eagle3.target import Target
 from tests import stages
 
@@ -268,14 +273,14 @@ def test_no_server_is_refused_before_work(run):
 
 
 def test_killed_at_any_time_it_goes_on(tiny_llama, tmp_path, answers):
-    """kill -9 three times in the middle of writing, the last time with a line half-written: the same command ends with
+    """kill -9 twice in the middle of writing, the last time with a line half-written: the same command ends with
     every conversation once, in order, and asks again only those that were under way."""
     rows = [prompt(f"p{i}", f"question {i}", f"and then {i}") for i in range(60)]
     with ChatServer(answers, delay=0.1) as server:
         command = [sys.executable, "00_generate_responses.py"]
         command += map(str, (*arguments(tiny_llama, tmp_path, rows, server), "--batch-size", 4))
         part = tmp_path / "answers.jsonl.part"
-        for _ in range(3):
+        for _ in range(2):
             before = part.stat().st_size if part.exists() else 0
             process = subprocess.Popen(command, cwd=stages.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             while not part.exists() or part.stat().st_size < before + 1500:
@@ -296,7 +301,7 @@ def test_killed_at_any_time_it_goes_on(tiny_llama, tmp_path, answers):
     assert [row["id"] for row in found] == [f"p{i}" for i in range(60)]
     for i, row in enumerate(found):
         assert [m["content"] for m in row["messages"]][1::2] == [f"QUESTION {i}", f"AND THEN {i}"]
-    assert 120 <= asked <= 120 + 3 * 4 * 2  # three times, four conversations of two turns were under way
+    assert 120 <= asked <= 120 + 2 * 4 * 2  # twice, four conversations of two turns were under way
     assert not part.exists() and "finished before" in again.stdout and len(server.requests) == asked
 
 
@@ -321,3 +326,60 @@ def test_other_settings_in_one_file_are_refused(run, answers, flags, said):
         assert run([prompt("a", "one")], server)[0].returncode == 0
         result, _ = run([prompt("a", "one")], server, *flags)
     assert result.returncode == 2 and said in result.stdout
+
+
+@pytest.fixture(scope="module")
+def talkative(tiny_llama, tmp_path_factory):
+    """The tiny Llama with a stop token in eight, so that its answers end before long."""
+    folder = tmp_path_factory.mktemp("talkative")
+    for path in tiny_llama.iterdir():
+        (folder / path.name).symlink_to(path)
+    generation = folder / "generation_config.json"
+    generation.unlink(missing_ok=True)
+    generation.write_text(json.dumps({"eos_token_id": [511, *range(0, 509, 8)]}))
+    return folder
+
+
+@contextmanager
+def vllm_serve(model, log):
+    """`vllm serve MODEL` on this machine; yields its base URL once it answers."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [Path(sys.executable).with_name("vllm"), "serve", model, "--host", "127.0.0.1", "--port", port]
+    command += ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", 1 << 28, "--max-num-seqs", 4]
+    engine.prepare_environment(1)
+    process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(300):
+            assert process.poll() is None, "the server ended"
+            with suppress(OSError), urllib.request.urlopen(f"{url}/health"):
+                break
+            time.sleep(1)
+        yield f"{url}/v1"
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(60)
+
+
+@pytest.mark.slow
+def test_a_real_server_and_the_engine_say_the_same(talkative, tmp_path):
+    """Greedy answers to whole conversations: `vllm serve` and the offline engine give the same token ids in the same
+    rows, each generated after exactly the prompt that the template makes of the conversation so far."""
+    texts = ["Hello there", "Name a river.", "And another one?"]
+    rows = [prompt(f"p{i}", *[f"{text} {i}" for text in texts]) for i in range(8)]
+    common = ("--model-path", talkative, "--input", write(tmp_path / "prompts.jsonl", rows), "--max-tokens", 200)
+    engines, served = tmp_path / "engine.jsonl", tmp_path / "served.jsonl"
+    stages.succeed("00_generate_responses.py", *common, "--output", engines)
+    with open(tmp_path / "server.log", "w") as log, vllm_serve(talkative, log) as url:
+        stages.succeed("00_generate_responses.py", *common, "--output", served, "--base-url", url)
+    found = read(served)
+    assert found == read(engines)
+    model = chat.load(Target.open(talkative))
+    assert sum(row["id"].endswith("#3") for row in found) >= 4
+    for row in found:
+        said = sum(row["loss_mask"])
+        assert row["loss_mask"] == [0] * (len(row["input_ids"]) - said) + [1] * said
+        assert row["input_ids"][-1] in model.stop_ids and row["finish_reason"] == "stop"
+        assert row["input_ids"][:-said] == model.prompt_ids(row["messages"][:-1])

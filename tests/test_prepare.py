@@ -186,6 +186,29 @@ def test_d17_stale_output(script, tmp_path):
     assert code == 0 and prepared.read_metadata(folder / "tokenized_data.jsonl")["settings"]["max_seq_len"] == 99
 
 
+def test_another_version_is_refused(script):
+    """Data of another version of this program or of the tokenizers is not taken for finished: named, with both."""
+    _, folder, _ = script([GOOD])
+    metadata = json.loads((folder / "metadata.json").read_text())
+    for package, now in metadata["versions"].items():
+        old = metadata | {"versions": metadata["versions"] | {package: "0.0.1"}}
+        (folder / "metadata.json").write_text(json.dumps(old))
+        code, _, printed = script([GOOD])
+        assert code == 2 and f"versions.{package}: expected '0.0.1', found '{now}'" in printed
+    assert set(metadata["versions"]) == {"eagle3-train", "transformers", "tokenizers"}
+
+
+def test_answers_of_another_mode(script):
+    """Rows that say with which template settings they were made are dropped under others, as ids and as messages."""
+    instant, ids = {"chat_template_kwargs": {"thinking": False}}, {"input_ids": [5, 6], "loss_mask": [0, 1]}
+    rows = [GOOD | instant, ids | instant, {"prompt": "p", "response": "r"} | {"chat_template_kwargs": {}}]
+    code, folder, printed = script(rows)
+    assert code == 0 and counts(folder)["dropped"] == {"other_template_kwargs": 2}
+    assert "made with --chat-template-kwargs {'thinking': False}, this run has {}" in printed
+    code, folder, _ = script(rows, "--chat-template-kwargs", '{"thinking": false}', out="instant")
+    assert code == 0 and counts(folder)["dropped"] == {"other_template_kwargs": 1}
+
+
 def test_min_kept(script):
     """Fewer usable rows than --min-kept percent: non-zero, no dataset."""
     code, folder, printed = script([GOOD, "{bad"], "--min-kept", "51")
