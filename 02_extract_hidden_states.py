@@ -34,31 +34,49 @@ def parser() -> cli.Parser:
         help="outputs of these 0-based decoder layers: three for the draft, then the last (default: EAGLE's choice)",
     )  # fmt: skip
     p.add_argument("--storage-dtype", choices=["auto", "fp8"], default="auto", help="auto: as the engine computes")
+    p.add_argument(
+        "--part", type=part, metavar="I/N", help="only every N-th sample from the I-th on, in DIR/part-I-of-N"
+    )
     p.add_argument("--overwrite", action="store_true", help="delete what an earlier run wrote to --output-dir")
-    p.add_argument("--check-only", action="store_true", help="stop after the checks, before the target loads")
+    mode = p.add_mutually_exclusive_group()
+    mode.add_argument("--check-only", action="store_true", help="stop after the checks, before the target loads")
+    mode.add_argument(
+        "--rehearse", action="store_true", help="two steps with dummy weights, in a folder that is removed; then stop"
+    )
     return p
 
 
+def part(text: str) -> tuple[int, int]:
+    """An argparse type: I/N with 1 <= I <= N."""
+    index, slash, count = text.partition("/")
+    if not (slash and index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
+        raise argparse.ArgumentTypeError(f"expected I/N, such as 1/4 to 4/4, found {text}")
+    return int(index), int(count)
+
+
 def check(args: argparse.Namespace) -> "tuple[Extraction, argparse.Namespace]":
-    from eagle3.extract import Options, check_folder, plan_extraction
+    from eagle3.extract import Options
+    from eagle3.preflight import require
 
     names = ("model_path", "prepared_data", "output_dir", "batch_size", "max_seq_len", "tp_size",
-             "gpu_memory_utilization", "layer_ids", "storage_dtype")  # fmt: skip
-    extraction = plan_extraction(Options(**{name: getattr(args, name) for name in names}))
-    check_folder(extraction, overwrite=args.overwrite)
-    print(f"checked: {len(extraction.rows):,} samples, {extraction.metadata['num_tokens']:,} tokens, "
-          f"{len(extraction.plan)} shards, layers {extraction.layer_ids}")  # fmt: skip
-    return extraction, args
+             "gpu_memory_utilization", "layer_ids", "storage_dtype", "part")  # fmt: skip
+    options = Options(**{name: getattr(args, name) for name in names})
+    return require(options, overwrite=args.overwrite), args
 
 
 def work(plan: "tuple[Extraction, argparse.Namespace]") -> None:
     from eagle3.extract import extract
     from eagle3.files import locked
+    from eagle3.rehearse import rehearse
 
     extraction, args = plan
-    if not args.check_only:
-        with locked(extraction.folder):
-            extract(extraction)
+    if args.check_only:
+        return
+    with locked(extraction.folder):
+        if args.rehearse:
+            rehearse(extraction)
+        else:
+            extract(extraction, overwrite=args.overwrite)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,7 @@ from vllm.platforms import current_platform
 
 from eagle3 import capture, selfcheck
 from eagle3.layers import vllm_aux_ids
-from eagle3.shards import ShardContent, ShardWriter
-from eagle3.transfer import Piece, Transfer
+from eagle3.sink import ShardSink
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -35,13 +34,11 @@ class HiddenStatesWorker(PlatformWorker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        capture.check_engine(self.vllm_config)
         self.plan = capture.CapturePlan(**self.vllm_config.additional_config[capture.CONFIG_KEY])
         self.tracker = capture.RequestTracker()
         self.tally = selfcheck.Tally()
-        self.writers: dict[int, ShardWriter] = {}
-        self.finished: list[int] = []
-        self.captured_tokens = 0
-        self.transfer: Transfer | None = None
+        self.sink: ShardSink | None = None  # rank 0's
         self.pending_check: capture.PendingCheck | None = None
         self.witness: selfcheck.LayerWitness | None = None
         threading.Thread(target=_die_with, args=(self.plan.driver_pid,), daemon=True).start()
@@ -53,9 +50,9 @@ class HiddenStatesWorker(PlatformWorker):
             self.witness = selfcheck.LayerWitness(self.route.decoder.layers, self.plan.layer_ids)
         if self.rank == 0:
             print(f"capture route: {self.route.name}", flush=True)
-            self.form = self.plan.shard_format(self.vllm_config.model_config.get_hidden_size())
+            form = self.plan.shard_format(self.vllm_config.model_config.get_hidden_size())
             max_rows = self.vllm_config.scheduler_config.max_num_batched_tokens
-            self.transfer = Transfer(self.model_runner.device, self.form, max_rows)
+            self.sink = ShardSink(Path(self.plan.output_dir), form, self.model_runner.device, max_rows)
 
     @staticmethod
     def aux_ids(layer_ids: list[int]) -> list[int]:
@@ -86,9 +83,8 @@ class HiddenStatesWorker(PlatformWorker):
             self.tally.faults += self.witness.faults(layers)
             self.witness.remove()
             self.witness = None
-        if self.transfer is not None and not self.tally.faults:
-            self.transfer.submit(layers, [self._piece(s) for s in spans], self._piece_written)
-            self.captured_tokens += rows
+        if self.sink is not None and not self.tally.faults:
+            self.sink.take(layers, spans)
         ended = [s for s in spans if s.ends]
         if ended:
             last_rows = torch.tensor([s.stop - 1 for s in ended], device=layers[-1].device)
@@ -110,50 +106,24 @@ class HiddenStatesWorker(PlatformWorker):
             selfcheck.compare(self.tally, check.names, check.recomputed, check.final_rows, check.logits, tokens)
         return output
 
-    def _piece(self, span: capture.Span) -> Piece:
-        request = span.request
-        return Piece(self.writers[request.shard], request.sample, span.row, span.start, span.stop)
-
-    def _piece_written(self, writer: ShardWriter) -> None:
-        if writer.claim_finish():
-            writer.finish()
-            self.finished.append(writer.content.index)
-
     # Called by the driver through collective_rpc.
 
     def open_shard(self, content: dict[str, Any]) -> None:
         """Create the temporary file of the shard that the next requests belong to."""
-        if self.rank == 0:
-            received = ShardContent.receive(content)
-            self.writers[received.index] = ShardWriter(Path(self.plan.output_dir), received, self.form)
+        if self.sink is not None:
+            self.sink.open(content)
 
     def capture_status(self) -> dict[str, Any] | None:
-        """What rank 0 has done since the last call: finished shards, tokens, the self-check, what went wrong."""
-        if self.transfer is None:
+        """What rank 0 has done: see ShardSink.status; the self-check's line and faults besides. None on other ranks."""
+        if self.sink is None:
             return None
-        finished, self.finished = self.finished, []
-        for index in finished:
-            del self.writers[index]
-            self.transfer.forget(index)
-        faults = self.tally.faults + [_describe(e) for e in self.transfer.errors]
-        return {
-            "finished": finished,
-            "tokens": self.captured_tokens,
-            "check": self.tally.line(),
-            "samples": self.tally.samples,
-            "faults": faults,
-        }
+        status = self.sink.status()
+        return status | {"check": self.tally.line(), "faults": self.tally.faults + status["faults"]}
 
     def close_capture(self) -> None:
         """Wait for the writers, then remove the temporary files of unfinished shards."""
-        if self.transfer is not None:
-            self.transfer.drain()
-            for writer in self.writers.values():
-                writer.abandon()
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+        if self.sink is not None:
+            self.sink.close()
 
 
 def _die_with(driver_pid: int) -> None:

@@ -27,6 +27,7 @@ import numpy as np
 
 from eagle3 import engine, extract, prepared, shards
 from eagle3.target import Target
+from eagle3.watch import Watch
 
 KIMI_WIDTH = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "torch_dtype": "bfloat16",
@@ -166,7 +167,8 @@ def start_plain(extraction: extract.Extraction) -> object:
 
 
 def run_ours(llm: object, extraction: extract.Extraction) -> None:
-    extract.Run(extraction, llm).over(list(range(len(extraction.plan))))
+    everything = list(range(len(extraction.plan)))
+    extract.Run(extraction, llm, Watch(extraction, everything)).over(everything)
     assert len(shards.shard_paths(extraction.folder)) == len(extraction.plan)
 
 

@@ -14,6 +14,7 @@ from eagle3 import patched_forward
 from eagle3.shards import ShardFormat
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
 
 CONFIG_KEY = "eagle3_capture"  # in vLLM's additional_config: the fields of CapturePlan
@@ -140,6 +141,20 @@ def open_route(runner: Any, aux_ids: list[int]) -> Route:
         )
     runner.use_aux_hidden_state_outputs = True
     return Route(name, decoder)
+
+
+def check_engine(config: "VllmConfig") -> None:
+    """ValueError if the engine is set up so that some rows would not pass through this worker, or not when expected."""
+    parallel = config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        raise ValueError(
+            f"pipeline parallelism ({parallel.pipeline_parallel_size} stages): a stage sees only its own layers, so "
+            "the states of earlier stages would be lost; use tensor parallelism"
+        )
+    if config.cache_config.enable_prefix_caching:
+        raise ValueError("prefix caching is on: tokens found in the cache are not computed, and would have no states")
+    if config.scheduler_config.async_scheduling:
+        raise ValueError("asynchronous scheduling is on: the self-check needs each step's tokens within the step")
 
 
 def storage_dtype(setting: str, engine_dtype: torch.dtype) -> torch.dtype:

@@ -8,7 +8,8 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from eagle3 import capture, engine, files, layers, prepared, shards, vocab
-from eagle3.progress import Progress
+from eagle3 import capture, engine, files, layers, prepared, shards, transfer, vocab
 from eagle3.target import Target, check_same_target
+from eagle3.watch import STATUS, Watch
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -31,11 +32,13 @@ MAX_NUM_SEQS = 256  # short samples share a step up to this many
 STATUS_EVERY_S = 1.0
 WORKER = "custom_worker.HiddenStatesWorker"
 DISK_MARGIN = 1.02  # file system overhead
+NAMED_IN_FLIGHT = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The flags of 02. `layer_ids` None means the EAGLE preset; `storage_dtype` is "auto" or "fp8"."""
+    """The flags of 02. `layer_ids` None means the EAGLE preset; `storage_dtype` is "auto" or "fp8"; `part` (i, n)
+    means every n-th sample from the i-th on (from 1), in a folder of its own under `output_dir`."""
 
     model_path: Path
     prepared_data: Path
@@ -46,6 +49,7 @@ class Options:
     gpu_memory_utilization: float = 0.9
     layer_ids: list[int] | None = None
     storage_dtype: str = "auto"
+    part: tuple[int, int] | None = None
     shard_bytes: int = SHARD_BYTES
     worker: str = WORKER
     load_format: str = "auto"  # of vLLM; "dummy" for random weights
@@ -54,6 +58,11 @@ class Options:
     def step_tokens(self) -> int:
         """Tokens that one engine step takes at most."""
         return self.batch_size * self.max_seq_len
+
+    @property
+    def folder(self) -> Path:
+        """Where the shards go."""
+        return self.output_dir / "part-{:05}-of-{:05}".format(*self.part) if self.part else self.output_dir
 
     @property
     def queued_tokens(self) -> int:
@@ -72,7 +81,7 @@ class Extraction:
 
     @property
     def folder(self) -> Path:
-        return self.options.output_dir
+        return self.options.folder
 
     @property
     def layer_ids(self) -> list[int]:
@@ -83,13 +92,32 @@ class Extraction:
         """How states are stored."""
         return getattr(torch, self.metadata["shared"]["storage_dtype"])
 
-    def bytes_of(self, indices: list[int]) -> int:
-        """Bytes on disk of the shards `indices`."""
-        token_bytes = shards.bytes_per_token(len(self.layer_ids), self.target.hidden_size, self.dtype)
-        return self.tokens_of(indices) * token_bytes
+    @property
+    def num_tokens(self) -> int:
+        return self.metadata["num_tokens"]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes on disk of one token."""
+        return shards.bytes_per_token(len(self.layer_ids), self.target.hidden_size, self.dtype)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Host memory of the copies on their way to the disk: all of it, whatever the size of the data."""
+        return transfer.SLOTS * self.options.step_tokens * self.token_bytes
 
     def tokens_of(self, indices: list[int]) -> int:
         return sum(len(self.rows[i].input_ids) for index in indices for i in self.plan[index])
+
+    def samples_of(self, indices: list[int]) -> int:
+        return sum(len(self.plan[index]) for index in indices)
+
+    def path(self, index: int) -> Path:
+        return self.folder / shards.shard_name(index)
+
+    def unpublished(self, indices: list[int]) -> list[int]:
+        """Those of the shards `indices` that have no file under their final name."""
+        return [i for i in indices if not self.path(i).exists()]
 
     def content(self, index: int) -> shards.ShardContent:
         """What shard `index` will hold."""
@@ -105,15 +133,32 @@ class Extraction:
 
 def plan_extraction(options: Options) -> Extraction:
     """Check the flags against the target and the data, and plan the shards. ValueError names what does not fit."""
+    target = open_target(options)
+    return plan(options, target, *read_data(options, target))
+
+
+def open_target(options: Options) -> Target:
+    """The target, which the flags fit; ValueError names the flag that does not."""
     target = Target.open(options.model_path)
     if options.layer_ids:
         layers.check_layer_ids(options.layer_ids, target.num_layers)
     _check_flags(options, target)
+    return target
+
+
+def read_data(options: Options, target: Target) -> tuple[list[prepared.Row], dict[str, Any]]:
+    """The samples of the prepared data (of the part asked for) and its metadata; ValueError if the target does not
+    fit them."""
     data = prepared.read_metadata(options.prepared_data)
     check_same_target(data["target"], target.fingerprint, str(options.prepared_data))
     rows = list(prepared.read_rows(options.prepared_data))
     _check_rows(rows, options, target.vocab_size)
-    return plan(options, target, rows, data)
+    if options.part:
+        index, count = options.part
+        rows = rows[index - 1 :: count]  # every n-th, so that all parts are alike whatever the order of the data
+        if not rows:
+            raise ValueError(f"--part {index}/{count}: holds no samples, the data has fewer than {count}")
+    return rows, data
 
 
 def plan(options: Options, target: Target, rows: list[prepared.Row], data: dict[str, Any]) -> Extraction:
@@ -138,6 +183,7 @@ def plan(options: Options, target: Target, rows: list[prepared.Row], data: dict[
             "data_sha256": data["data_sha256"],
             "max_seq_len": options.max_seq_len,
             "shard_bytes": options.shard_bytes,
+            "part": "{}/{}".format(*options.part) if options.part else None,
         },
         "num_samples": len(rows),
         "num_tokens": sum(lengths),
@@ -177,12 +223,10 @@ def _check_rows(rows: list[prepared.Row], options: Options, vocab_size: int) -> 
         raise ValueError(f"--prepared-data {options.prepared_data}: two samples share an id")
 
 
-def check_folder(extraction: Extraction, *, overwrite: bool) -> None:
-    """ValueError if the output folder holds a set made with other settings; `overwrite` clears it first."""
+def check_folder(extraction: Extraction) -> None:
+    """ValueError if the output folder holds a set made with other settings."""
     path = extraction.folder / shards.METADATA
-    if overwrite:
-        clear(extraction.folder)
-    elif path.is_file():
+    if path.is_file():
         if difference := files.first_difference(files.read_json(path), extraction.metadata):
             raise ValueError(
                 f"--output-dir {extraction.folder} holds a set made with other settings: {difference} "
@@ -194,60 +238,81 @@ def check_folder(extraction: Extraction, *, overwrite: bool) -> None:
 
 def clear(folder: Path) -> None:
     """Delete what an extraction has written into a folder."""
-    for path in [*shards.shard_paths(folder), folder / shards.METADATA, folder / vocab.FILE]:
+    for path in [*shards.shard_paths(folder), *(folder / name for name in (shards.METADATA, vocab.FILE, STATUS))]:
         path.unlink(missing_ok=True)
 
 
 def missing_shards(extraction: Extraction) -> list[int]:
     """The shards still to be made. A file that is there but not whole or not as planned is deleted and named."""
-    missing = []
-    for index in range(len(extraction.plan)):
-        path = extraction.folder / shards.shard_name(index)
-        faults = _shard_faults(path, extraction.content(index)) if path.exists() else ["missing"]
-        if faults:
-            missing.append(index)
-        if faults and path.exists():
-            print(f"redoing {path.name}: {faults[0]}")
-            path.unlink()
-    return missing
+    indices = range(len(extraction.plan))
+    there = sorted(set(indices) - set(extraction.unpublished(list(indices))))
+    start = time.monotonic()
+    with ThreadPoolExecutor(shards.VERIFY_THREADS) as pool:
+        faults = dict(zip(there, pool.map(lambda i: _shard_faults(extraction, i), there), strict=True))
+    if there:
+        print(f"verified {len(there)} shards of an earlier run in {time.monotonic() - start:.1f} s", flush=True)
+    for index, found in faults.items():
+        if found:
+            print(f"redoing {extraction.path(index).name}: {found[0]}", flush=True)
+            extraction.path(index).unlink()
+    return [i for i in indices if faults.get(i) != []]
 
 
-def _shard_faults(path: Path, planned: shards.ShardContent) -> list[str]:
+def _shard_faults(extraction: Extraction, index: int) -> list[str]:
+    planned = extraction.content(index)
     try:
-        shard = shards.Shard(path)
+        shard = shards.Shard(extraction.path(index))
+        if shard.sample_ids != planned.sample_ids or not np.array_equal(shard.input_ids, planned.input_ids):
+            return [f"{shard.path}: holds other samples than planned"]
+        return shard.faults()
     except ValueError as error:
         return [str(error)]
-    if shard.sample_ids != planned.sample_ids or not np.array_equal(shard.input_ids, planned.input_ids):
-        return [f"{path}: holds other samples than planned"]
-    return shard.faults()
 
 
-def check_disk(extraction: Extraction, missing: list[int]) -> None:
-    """Print the space that the missing shards need; ValueError if the disk has less."""
-    need = int(extraction.bytes_of(missing) * DISK_MARGIN)
-    free = shutil.disk_usage(extraction.folder).free
-    per_token = shards.bytes_per_token(len(extraction.layer_ids), extraction.target.hidden_size, extraction.dtype)
+def check_disk(extraction: Extraction, missing: list[int], reclaimed: int = 0) -> str:
+    """What the missing shards need and what is free, `reclaimed` bytes of old files included.
+
+    ValueError if the need is larger.
+    """
+    need = int(extraction.tokens_of(missing) * extraction.token_bytes * DISK_MARGIN)
+    free = shutil.disk_usage(existing(extraction.folder)).free + reclaimed
     tokens = extraction.tokens_of(missing)
-    print(f"disk: need {need / 1e9:,.2f} GB ({tokens:,} tokens x {per_token:,} bytes), free {free / 1e9:,.2f} GB")
     if need > free:
         raise ValueError(f"--output-dir {extraction.folder}: needs {need:,} bytes, the disk has {free:,} free")
+    return (
+        f"need {need / 1e9:,.2f} GB ({tokens:,} tokens x {extraction.token_bytes:,} bytes), free {free / 1e9:,.2f} GB"
+    )
 
 
-def extract(extraction: Extraction) -> None:
-    """Make every missing shard. The caller holds the folder's lock."""
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    return next(p for p in (folder.resolve(), *folder.resolve().parents) if p.exists())
+
+
+def extract(
+    extraction: Extraction, *, overwrite: bool = False, start: "Callable[[Extraction], LLM] | None" = None
+) -> None:
+    """Make every missing shard; `overwrite` deletes what was there. The caller holds the folder's lock."""
+    if overwrite:
+        clear(extraction.folder)
+    check_folder(extraction)
     missing = missing_shards(extraction)
     done = len(extraction.plan) - len(missing)
     print(f"shards: {done} finished before, {len(missing)} to do ({extraction.tokens_of(missing):,} tokens)")
-    check_disk(extraction, missing)
+    print(f"disk: {check_disk(extraction, missing)}", flush=True)
     files.write_json(extraction.folder / shards.METADATA, extraction.metadata)
     shutil.copyfile(extraction.options.prepared_data.with_name(vocab.FILE), extraction.folder / vocab.FILE)
-    if missing:
-        llm = start_engine(extraction)
-        try:
-            Run(extraction, llm).over(missing)
-        finally:
-            engine.stop(llm)
-    print(f"done: {len(extraction.rows):,} samples in {len(extraction.plan)} shards under {extraction.folder}")
+    with Watch(extraction, missing) as watch, _on_sigterm(_stop_while_loading):
+        if missing:
+            llm = (start or start_engine)(extraction)
+            try:
+                Run(extraction, llm, watch).over(missing)
+            finally:
+                engine.stop(llm)
+
+
+def _stop_while_loading() -> None:
+    raise InterruptedError("stopped on request while the target was loading; the same command starts again")
 
 
 def start_engine(extraction: Extraction, **changes: Any) -> "LLM":
@@ -278,30 +343,52 @@ def start_engine(extraction: Extraction, **changes: Any) -> "LLM":
     )
 
 
+class CaptureFault(RuntimeError):
+    """What the worker found wrong with the states, or could not write."""
+
+
 class Run:
     """One pass of the engine over missing shards: opens shards, queues their samples, watches the worker."""
 
-    def __init__(self, extraction: Extraction, llm: "LLM") -> None:
-        self.extraction, self.llm = extraction, llm
+    def __init__(self, extraction: Extraction, llm: "LLM", watch: Watch) -> None:
+        self.extraction, self.llm, self.watch = extraction, llm, watch
         self.stopping = False
         self.last_status = 0.0
-        self.check_line = ""
+        self.in_flight: dict[str, str] = {}  # request id -> sample id
 
     def over(self, missing: list[int]) -> None:
-        """Make the shards `missing`; RuntimeError if the worker finds a fault or a shard did not come about."""
-        ahead = self.extraction.options.queued_tokens
-        with _on_sigterm(self._stop), Progress("extract", self.extraction.tokens_of(missing), "tokens") as progress:
-            for output in engine.stream(self.llm, self._requests(missing), ahead):
-                progress.update(len(output.prompt_token_ids), self.check_line)
-                self._watch()
-            self.llm.collective_rpc("close_capture")
-            self._watch(now=True)
-        print(self.check_line)
-        self._conclude(missing)
+        """Make the shards `missing`.
+
+        CaptureFault if the worker finds a fault, RuntimeError if the engine dies or a shard did not come about,
+        InterruptedError after SIGTERM.
+        """
+        self.watch.start()
+        with _on_sigterm(self._stop):
+            try:
+                self._drive(missing)
+            except (CaptureFault, KeyboardInterrupt):
+                raise
+            except Exception as error:
+                raise RuntimeError(f"the engine stopped; {self._in_flight()}; its traceback is above") from error
+        left = self.extraction.unpublished(missing)
+        if left and self.stopping:
+            raise InterruptedError(f"stopped on request: {len(left)} shards to do; the same command goes on from here")
+        if left:
+            raise RuntimeError(f"{len(left)} shards did not come about, the first is {shards.shard_name(left[0])}")
+
+    def _drive(self, missing: list[int]) -> None:
+        for output in engine.stream(self.llm, self._requests(missing), self.extraction.options.queued_tokens):
+            del self.in_flight[output.request_id]
+            self.watch.sample_done(len(output.prompt_token_ids))
+            if time.monotonic() - self.last_status >= STATUS_EVERY_S:  # the first time after the first step
+                self._ask_worker()
+        self.llm.collective_rpc("close_capture")
+        self._ask_worker()
 
     def _stop(self) -> None:
         print("stopping: finishing the shards at hand", flush=True)
         self.stopping = True
+        self.watch.stopping()
 
     def _requests(self, missing: list[int]) -> Iterator[engine.Request]:
         """The samples of the missing shards; each shard is opened in the worker before its first sample."""
@@ -316,25 +403,22 @@ class Run:
                 ids = content.input_ids[content.offsets[sample] : content.offsets[sample + 1]].tolist()
                 identity = {capture.SAMPLE_KEY: [index, sample, sample_id]}
                 params = SamplingParams(temperature=0, max_tokens=1, detokenize=False, extra_args=identity)
-                yield engine.Request(f"{index}-{sample}", ids, params)
+                request_id = f"{index}-{sample}"
+                self.in_flight[request_id] = sample_id
+                yield engine.Request(request_id, ids, params)
 
-    def _watch(self, *, now: bool = False) -> None:
-        """Ask the worker how it is; at once after the first step, then every second."""
-        if not now and time.monotonic() - self.last_status < STATUS_EVERY_S:
-            return
+    def _ask_worker(self) -> None:
         status = next(s for s in self.llm.collective_rpc("capture_status") if s is not None)
-        self.check_line = status["check"]
+        self.watch.worker_says(status["rows"], status["check"])
         if status["faults"]:
             self.llm.collective_rpc("close_capture")
-            raise RuntimeError(f"extraction stopped, finished shards are kept: {status['faults'][0]}")
+            raise CaptureFault(f"extraction stopped, finished shards are kept: {status['faults'][0]}")
         self.last_status = time.monotonic()
 
-    def _conclude(self, missing: list[int]) -> None:
-        left = [i for i in missing if not (self.extraction.folder / shards.shard_name(i)).exists()]
-        if left and self.stopping:
-            raise InterruptedError(f"stopped on request: {len(left)} shards to do; the same command goes on from here")
-        if left:
-            raise RuntimeError(f"{len(left)} shards did not come about, the first is {shards.shard_name(left[0])}")
+    def _in_flight(self) -> str:
+        names = list(self.in_flight.values())
+        more = f" and {len(names) - NAMED_IN_FLIGHT} more" if len(names) > NAMED_IN_FLIGHT else ""
+        return f"{len(names)} samples were in flight: {', '.join(names[:NAMED_IN_FLIGHT])}{more}"
 
 
 @contextmanager

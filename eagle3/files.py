@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 TEMPORARY_SUFFIX = ".tmp"
+LOCK = ".lock"
 
 
 def temporary_name(path: Path) -> Path:
@@ -45,7 +46,7 @@ def atomic(path: Path) -> Iterator[Path]:
 def locked(folder: Path) -> Iterator[None]:
     """Hold the folder for this process; ValueError if another run holds it. Clears leftover temporary files."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "a+") as lock:
+    with open(folder / LOCK, "a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -56,10 +57,27 @@ def locked(folder: Path) -> Iterator[None]:
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
-        for leftover in folder.glob(f".*{TEMPORARY_SUFFIX}"):
+        for leftover in leftovers(folder):
             print(f"removed {leftover.name}, left over from a run that was killed")
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         yield
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """Temporary files in a folder; those of a run that was killed, while none holds the folder."""
+    return sorted(folder.glob(f".*{TEMPORARY_SUFFIX}"))
+
+
+def holder(folder: Path) -> str | None:
+    """The process that holds the folder (see `locked`); None if it is free. Changes nothing."""
+    try:
+        with open(folder / LOCK) as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return (folder / LOCK).read_text().strip()
+    return None
 
 
 def write_json(path: Path, content: Any) -> None:

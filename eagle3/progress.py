@@ -30,14 +30,27 @@ class Progress:
         elif time.monotonic() - self.last_line >= EVERY_S:
             self._print()
 
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.monotonic() - self.start
+
+    @property
+    def rate(self) -> float:
+        """Units a second since the start."""
+        return (self.done - self.start_done) / max(self.seconds, 1e-9)
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds to the end at this rate; None while nothing is done."""
+        return (self.total - self.done) / self.rate if self.rate else None
+
     def line(self) -> str:
         """`what  done/total unit (percent)  rate unit/s  ETA h:mm:ss  note`."""
-        seconds = max(time.monotonic() - self.start, 1e-9)
-        rate = (self.done - self.start_done) / seconds
         percent = 100 * self.done / self.total if self.total else 100.0
-        eta = _clock((self.total - self.done) / rate) if rate else "unknown"
+        eta = "unknown" if self.eta_s is None else _clock(self.eta_s)
         text = f"{self.what}  {self.done:,}/{self.total:,} {self.unit} ({percent:.1f}%)"
-        return f"{text}  {rate:,.1f} {self.unit}/s  ETA {eta}  {self.note}".rstrip()
+        return f"{text}  {self.rate:,.1f} {self.unit}/s  ETA {eta}  {self.note}".rstrip()
 
     def _print(self) -> None:
         print(self.line(), flush=True)

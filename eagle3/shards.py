@@ -6,15 +6,23 @@ On disk, in this order, with all samples of a shard one after another:
     input_ids      int32 [tokens]
     hidden_states  [tokens, layers, hidden]      float32, bfloat16 or float8_e4m3fn
     loss_mask      uint8 [tokens]                1: the target itself would generate this token
+
+    python -m eagle3.shards verify DIR    # lists what is wrong; exit code 1 if anything is
+    python -m eagle3.shards show DIR      # what is there
+
 The header's metadata holds the sample ids, the checksums (xxh3 of each sample's tensors) and what the whole set
 shares: format, layer ids, layer convention, target fingerprint, versions. A file under its final name is always whole:
 it is written under a temporary name at known positions, flushed, and renamed.
 """
 
+import argparse
 import json
 import os
+import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +37,7 @@ from eagle3 import files
 
 FORMAT = "eagle3-hidden-states/1"
 METADATA = "metadata.json"
+VERIFY_THREADS = 8  # a disk gives its full rate to several readers only
 DTYPE_CODES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}
 
 
@@ -113,8 +122,12 @@ class ShardWriter:
         self._rows = [0] * len(content.sample_ids)
         self._digests = [_digests(form.has_scale) for _ in content.sample_ids]
         self._lock, self._claimed = threading.Lock(), False
-        for name in ("offsets", "input_ids", "loss_mask"):
-            self._write(np.ascontiguousarray(getattr(content, name)), self._starts[name])
+        try:
+            for name in ("offsets", "input_ids", "loss_mask"):
+                self._write(np.ascontiguousarray(getattr(content, name)), self._starts[name])
+        except OSError:
+            self.abandon()
+            raise
 
     def write(self, sample: int, row: int, states: torch.Tensor, scale: torch.Tensor | None = None) -> None:
         """Write `states` [n, layers, hidden] (CPU, contiguous) as rows row..row+n of a sample; its scales with fp8."""
@@ -170,7 +183,10 @@ class ShardWriter:
     def _write(self, data: np.ndarray | bytes, position: int) -> None:
         view = memoryview(data).cast("B")
         while view:
-            written = os.pwrite(self._file, view, position)
+            try:
+                written = os.pwrite(self._file, view, position)
+            except OSError as error:
+                raise OSError(error.errno, f"{os.strerror(error.errno)} while writing", str(self.path)) from None
             view, position = view[written:], position + written
 
 
@@ -360,3 +376,91 @@ def plan_shards(lengths: Sequence[int], token_bytes: int, shard_bytes: int) -> l
             first, size = index, 0
         size += length * token_bytes
     return [*plan, range(first, len(lengths))] if len(lengths) else []
+
+
+def verify(folder: Path) -> list[str]:
+    """Everything that is wrong with a folder of shards, one line a fault: shards that are absent, not whole, damaged
+    or of another set, samples that are there twice or not at all, temporary files. Reads every byte."""
+    paths = shard_paths(folder)
+    if not paths:
+        return [f"{folder}: no shards there"]
+    with ThreadPoolExecutor(VERIFY_THREADS) as pool:
+        verified = list(pool.map(_opened_and_verified, paths))
+    opened = [shard for shard, _ in verified if shard is not None]
+    faults = [fault for _, found in verified for fault in found]
+    faults += [
+        f"{shard.path}: does not belong with {opened[0].path.name}: {difference}"
+        for shard in opened
+        if (difference := files.first_difference(opened[0].shared, shard.shared))
+    ]
+    counts = Counter(i for shard in opened for i in shard.sample_ids)
+    faults += [f"{folder}: sample {i!r} is there {count} times" for i, count in counts.items() if count > 1]
+    faults += [f"{path}: of a run that was killed, or is running" for path in files.leftovers(folder)]
+    return faults + _faults_of_the_whole(folder, {p.name for p in paths}, len(counts))
+
+
+def _opened_and_verified(path: Path) -> "tuple[Shard | None, list[str]]":
+    try:
+        shard = Shard(path)
+    except ValueError as error:
+        return None, [str(error)]
+    return shard, shard.faults()
+
+
+def _faults_of_the_whole(folder: Path, names: set[str], num_samples: int) -> list[str]:
+    """What metadata.json promises and the shards do not hold."""
+    path = folder / METADATA
+    if not path.is_file():
+        return [f"{path}: missing"]
+    metadata = files.read_json(path)
+    expected = [shard_name(i) for i in range(metadata["num_shards"])]
+    faults = [f"{folder / name}: missing" for name in expected if name not in names]
+    faults += [f"{folder / name}: not of this set" for name in sorted(names - set(expected))]
+    if num_samples != metadata["num_samples"]:
+        faults.append(f"{folder}: expected {metadata['num_samples']:,} samples, found {num_samples:,}")
+    return faults
+
+
+def summary(folder: Path) -> str:
+    """What a folder of shards holds, a line each. ValueError if it is no set."""
+    states = ShardSet(folder)
+    shared, tokens = states.shared, int(states.lengths.sum())
+    size = sum(shard.path.stat().st_size for shard in states.shards)
+    supervised = sum(int(shard.loss_mask.sum()) for shard in states.shards)
+    lines = {
+        "shards": f"{len(states.shards):,}, {size / 1e9:,.3f} GB",
+        "samples": f"{len(states):,}, of {states.lengths.min():,} to {states.lengths.max():,} tokens",
+        "tokens": f"{tokens:,}, {supervised:,} of them supervised, {size / tokens:,.0f} bytes each",
+        **{key: json.dumps(shared[key], ensure_ascii=False) for key in sorted(shared) if key != "target"},
+        **{f"target {key}": value for key, value in shared.get("target", {}).items()},
+    }
+    if (folder / METADATA).is_file():
+        metadata = files.read_json(folder / METADATA)
+        lines |= {"whole set": f"{metadata['num_shards']:,} shards, {metadata['num_samples']:,} samples"}
+        lines |= {key: str(value) for key, value in metadata["settings"].items() if value is not None}
+    width = max(map(len, lines))
+    return "\n".join(f"{key:<{width}}  {value}" for key, value in lines.items())
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`verify` or `show` a folder; the exit code: 0 sound, 1 something is wrong, 2 no such folder."""
+    parser = argparse.ArgumentParser(prog="python -m eagle3.shards", description="Look at a folder of hidden states.")
+    parser.add_argument("action", choices=["verify", "show"], help="verify: read every byte; show: what is there")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="written by 02_extract_hidden_states.py")
+    args = parser.parse_args(argv)
+    if not args.folder.is_dir():
+        parser.error(f"{args.folder}: no such folder")
+    if args.action == "show":
+        try:
+            print(summary(args.folder))
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 1
+        return 0
+    faults = verify(args.folder)
+    print(*faults or [f"{args.folder}: sound, {len(ShardSet(args.folder)):,} samples, every checksum holds"], sep="\n")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

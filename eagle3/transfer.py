@@ -5,6 +5,7 @@ back-pressure is bounded by `slots` x the size of a step, whatever the size of t
 """
 
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ class Transfer:
         self._last_of: dict[tuple[int, int], Future] = {}
         self._lock = threading.Lock()
         self.errors: list[BaseException] = []
+        self.rows_written = 0
         pin = self._stream is not None
         for _ in range(SLOTS):
             states = torch.empty(max_rows, form.num_layers, form.hidden_size, dtype=form.dtype, pin_memory=pin)
@@ -58,7 +60,8 @@ class Transfer:
     def submit(self, layers: list[torch.Tensor], pieces: list[Piece], done: Callable[[ShardWriter], None]) -> None:
         """Take a step's states, one tensor [rows, hidden] a layer; returns once the copy is under way.
 
-        `done(writer)` is called from a writer thread after each piece is in its shard's file.
+        `done(writer)` is called from a writer thread after each piece is in its shard's file. The first exception of
+        a writer thread is printed with its traceback and kept in `errors`; nothing is written after it.
         """
         slot = self._free.get()
         copied = self._copy(layers, slot)
@@ -104,15 +107,13 @@ class Transfer:
                 before.result()
             if copied is not None:
                 copied.synchronize()
-            rows = slice(piece.start, piece.stop)
-            if not bool(slot.finite[rows].all()):
-                name = piece.writer.content.sample_ids[piece.sample]
-                raise ValueError(f"sample {name!r}: the captured states are not all finite")
-            piece.writer.write(
-                piece.sample, piece.row, slot.states[rows], None if slot.scale is None else slot.scale[rows]
-            )
-            done(piece.writer)
+            if not self.errors:
+                self._write_piece(slot, piece)
+                with self._lock:
+                    self.rows_written += piece.stop - piece.start
+                done(piece.writer)
         except BaseException as error:
+            traceback.print_exc()
             self.errors.append(error)
         finally:
             with self._lock:
@@ -120,6 +121,15 @@ class Transfer:
                 last = remaining[0] == 0
             if last:
                 self._free.put(slot)
+
+    @staticmethod
+    def _write_piece(slot: Slot, piece: Piece) -> None:
+        rows = slice(piece.start, piece.stop)
+        if not bool(slot.finite[rows].all()):
+            name = piece.writer.content.sample_ids[piece.sample]
+            raise ValueError(f"sample {name!r}: the captured states are not all finite")
+        scale = None if slot.scale is None else slot.scale[rows]
+        piece.writer.write(piece.sample, piece.row, slot.states[rows], scale)
 
     def drain(self) -> None:
         """Wait until everything submitted is written."""

@@ -156,15 +156,13 @@ def test_damaged_data_is_refused(tiny_llama, data, tmp_path):
 
 
 def test_another_setting_in_the_same_folder_is_refused(tiny_llama, data, tmp_path):
-    """A folder begun with other layers is refused naming the key, --overwrite clears it, a broken shard is redone."""
+    """A folder begun with other layers is refused naming the key; a broken shard is redone."""
     planned = extract.plan_extraction(options(tiny_llama, data, tmp_path))
     extract.files.write_json(tmp_path / shards.METADATA, planned.metadata)
-    extract.check_folder(planned, overwrite=False)
+    extract.check_folder(planned)
     other = extract.plan_extraction(options(tiny_llama, data, tmp_path, layer_ids=[0, 2, 3, 5]))
     with pytest.raises(ValueError, match=r"shared.layer_ids: expected \[1, 2, 3, 5\], found \[0, 2, 3, 5\]"):
-        extract.check_folder(other, overwrite=False)
-    extract.check_folder(other, overwrite=True)
-    assert not (tmp_path / shards.METADATA).exists()
+        extract.check_folder(other)
     (tmp_path / shards.shard_name(0)).write_bytes(b"")
     assert extract.missing_shards(planned) == list(range(len(planned.plan)))
     assert shards.shard_paths(tmp_path) == []
@@ -191,5 +189,6 @@ def test_a_disk_that_is_too_small_is_refused(tiny_llama, data, tmp_path, monkeyp
 def test_check_only_stops_before_the_load(tiny_llama, data, tmp_path):
     """--check-only says what it found and writes nothing."""
     log = stages.succeed(*flags(tiny_llama, data, tmp_path / "out"), "--check-only")
-    assert f"checked: 12 samples, {sum(LENGTHS)} tokens" in log
+    assert f"12 samples, {sum(LENGTHS)} tokens, the longest 64" in log
+    assert "ok       set_aux_hidden_state_layers: LlamaForCausalLM" in log
     assert not (tmp_path / "out").exists()

@@ -1,0 +1,61 @@
+"""Rank 0's end of the capture: rows of samples in, finished shards out. Nothing here knows vLLM."""
+
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from eagle3.capture import Span
+from eagle3.shards import ShardContent, ShardFormat, ShardWriter
+from eagle3.transfer import Piece, Transfer
+
+
+class ShardSink:
+    """Open shards, hand their rows over step by step, and ask now and then how it goes."""
+
+    def __init__(self, folder: Path, form: ShardFormat, device: torch.device, max_rows: int) -> None:
+        """`max_rows` is the largest number of rows of a step."""
+        self._folder, self._form = folder, form
+        self._transfer = Transfer(device, form, max_rows)
+        self._writers: dict[int, ShardWriter] = {}
+        self._finished: SimpleQueue[int] = SimpleQueue()
+
+    def open(self, message: dict[str, Any]) -> None:
+        """Create the temporary file of the shard that the next rows belong to."""
+        if self._transfer.errors:
+            return
+        content = ShardContent.receive(message)
+        try:
+            self._writers[content.index] = ShardWriter(self._folder, content, self._form)
+        except OSError as error:
+            self._transfer.errors.append(error)
+
+    def take(self, layers: list[torch.Tensor], spans: list[Span]) -> None:
+        """A step's states, one tensor [rows, hidden] a layer, and whose rows they are. Waits only for a full ring."""
+        if not self._transfer.errors:
+            self._transfer.submit(layers, [self._piece(s) for s in spans], self._written)
+
+    def status(self) -> dict[str, Any]:
+        """What happened since the last call (`finished` shards) and so far (`rows` written, `faults`)."""
+        finished = [self._finished.get() for _ in range(self._finished.qsize())]
+        for index in finished:
+            del self._writers[index]
+            self._transfer.forget(index)
+        faults = [f"{type(e).__name__}: {e}" for e in self._transfer.errors]
+        return {"finished": finished, "rows": self._transfer.rows_written, "faults": faults}
+
+    def close(self) -> None:
+        """Wait for the writers, then remove the temporary files of unfinished shards."""
+        self._transfer.drain()
+        for writer in self._writers.values():
+            writer.abandon()
+
+    def _piece(self, span: Span) -> Piece:
+        request = span.request
+        return Piece(self._writers[request.shard], request.sample, span.row, span.start, span.stop)
+
+    def _written(self, writer: ShardWriter) -> None:
+        if writer.claim_finish():
+            writer.finish()
+            self._finished.put(writer.content.index)

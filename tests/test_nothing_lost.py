@@ -1,0 +1,309 @@
+"""Nothing is lost: extraction killed, filled up, damaged and stopped. The engine is replaced by a replay of known
+states (tests/replay.py); the driver, the writer, the files and the resume are the real ones."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from eagle3 import extract, files, preflight, shards
+from eagle3.watch import STATUS
+from tests import replay, stages
+from tests.test_extract import LAYERS, write_prepared
+
+NUM_SAMPLES = 300
+
+
+@pytest.fixture(scope="module")
+def data(tiny_llama, tmp_path_factory):
+    lengths = np.random.default_rng(1).integers(1, 65, NUM_SAMPLES).tolist()
+    return write_prepared(tmp_path_factory.mktemp("data") / "prepared", tiny_llama, lengths)
+
+
+@pytest.fixture
+def options(tiny_llama, data, tmp_path):
+    """About 10 MB in 11 shards."""
+    return extract.Options(
+        model_path=tiny_llama, prepared_data=data, output_dir=tmp_path / "states", batch_size=2, max_seq_len=64,
+        layer_ids=LAYERS, shard_bytes=1_000_000,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def planned(options):
+    return extract.plan_extraction(options)
+
+
+def status(planned) -> dict:
+    return files.read_json(planned.folder / STATUS)
+
+
+def kill_loop(model, data, folder, kills, seed) -> dict:
+    command = [sys.executable, "-m", "tests.replay", model, data, folder, str(kills), str(seed)]
+    result = subprocess.run(command, cwd=stages.ROOT, text=True, capture_output=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_ten_kills_lose_nothing(tiny_llama, data, tmp_path):
+    """SIGKILL at 10 random points (E6, E7): finished shards stay untouched, and the set is bitwise that of an
+    uninterrupted run, each sample once."""
+    outcome = kill_loop(tiny_llama, data, tmp_path, 10, seed=1)
+    assert outcome["kills"] == 10
+    assert outcome["built_on"] > 0
+
+
+@pytest.mark.slow
+def test_a_hundred_kills_lose_nothing(tiny_llama, data, tmp_path):
+    """The same at 100 random points; between them they meet every state from no shard to all of them."""
+    outcome = kill_loop(tiny_llama, data, tmp_path, 100, seed=2)
+    assert outcome["kills"] == 100
+    assert outcome["built_on"] > outcome["shards"]
+
+
+def test_damage_is_redone_and_the_rest_untouched(planned, capsys):
+    """A shard cut by one byte, one emptied, one flipped byte, one of other samples, a leftover temporary file: each is
+    named and redone, the others keep their inode and time, and the set is bitwise the same (E6, E7)."""
+    replay.run(planned)
+    reference, before = replay.contents(planned.folder), replay.finished(planned.folder)
+    cut, emptied, flipped, foreign = (planned.path(i) for i in (1, 3, 5, 7))
+    cut.write_bytes(cut.read_bytes()[:-1])
+    emptied.write_bytes(b"")
+    raw = bytearray(flipped.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    flipped.write_bytes(raw)
+    foreign.write_bytes(planned.path(8).read_bytes())
+    (planned.folder / f".{cut.name}.1234.tmp").write_bytes(b"half")
+    damaged = shards.verify(planned.folder)
+    replay.run(planned)
+    said = capsys.readouterr().out
+    assert f"redoing {cut.name}" in said and "not a whole shard" in said
+    assert f"redoing {emptied.name}" in said
+    assert f"redoing {flipped.name}" in said and "does not match its checksum" in said
+    assert f"redoing {foreign.name}" in said and "holds other samples than planned" in said
+    assert f"removed .{cut.name}.1234.tmp" in said
+    kept = set(before) - {cut.name, emptied.name, flipped.name, foreign.name}
+    assert {n: replay.finished(planned.folder)[n] for n in kept} == {n: before[n] for n in kept}
+    assert replay.contents(planned.folder) == reference
+    redone = sum(len(planned.plan[i]) for i in (1, 3, 5, 7))
+    assert (
+        f"samples: {redone} written + {NUM_SAMPLES - redone} skipped (finished before) + 0 failed = 300 input" in said
+    )
+    for name in (cut.name, emptied.name, flipped.name, "1234.tmp"):
+        assert any(name in fault for fault in damaged)
+    assert any("is there 2 times" in fault for fault in damaged)
+    assert shards.verify(planned.folder) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A RAM disk of 8 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_a_disk_that_fills_up(options, small_disk, tmp_path, capsys):
+    """Refused before the load when the need is larger than what is free; when another program fills the disk on the
+    way, the run fails and says so, no half shard has a final name, and the same command goes on once there is room
+    (E8)."""
+    planned = extract.plan_extraction(dataclasses.replace(options, output_dir=small_disk))
+    with pytest.raises(ValueError, match=r"needs [\d,]+ bytes, the disk has [\d,]+ free"):
+        replay.run(planned)
+    subprocess.run(["mount", "-o", "remount,size=16m", small_disk], check=True)
+    known = replay.random_states(4, 64)
+
+    def fill_then_give(name, tokens):
+        if name == "s100":
+            with pytest.raises(OSError), open(small_disk / "other", "wb", buffering=0) as other:
+                while True:
+                    other.write(bytes(1 << 16))
+        return known(name, tokens)
+
+    with pytest.raises(extract.CaptureFault, match=r"No space left on device.*shard-"):
+        replay.run(planned, states=fill_then_give)
+    done = replay.finished(small_disk)
+    assert 0 < len(done) < len(planned.plan)
+    assert all(shards.Shard(p).faults() == [] for p in shards.shard_paths(small_disk))
+    assert files.leftovers(small_disk) == []
+    (small_disk / "other").unlink()
+    replay.run(planned)
+    assert done.items() <= replay.finished(small_disk).items()
+    assert shards.verify(small_disk) == []
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    table, _ = preflight.examine(dataclasses.replace(options, output_dir=small_disk / "new"))
+    assert "is not a folder that this user can write to" in table.refusals[0]
+
+
+def test_two_runs_into_one_folder(options, planned):
+    """While one run holds the folder, the checks of a second name its process, and nothing is deleted (E11)."""
+    replay.run(planned)
+    with files.locked(planned.folder):
+        table, _ = preflight.examine(options, overwrite=True)
+    assert table.refusals == [f"--output-dir {planned.folder}: another run writes there (process {os.getpid()})"]
+    assert shards.verify(planned.folder) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layer_ids": [0, 2, 3, 5]}, r"shared.layer_ids: expected \[1, 2, 3, 5\], found \[0, 2, 3, 5\]"),
+        ({"max_seq_len": 65}, "settings.max_seq_len: expected 64, found 65"),
+        ({"storage_dtype": "fp8"}, "shared.storage_dtype: expected 'float32', found 'float8_e4m3fn'"),
+    ],
+)
+def test_other_settings_need_overwrite(options, planned, changes, said):
+    """Other layers, length or storage are refused naming key and values; --overwrite makes a new set (E7)."""
+    replay.run(planned)
+    other = dataclasses.replace(options, **changes)
+    table, _ = preflight.examine(other)
+    assert len(table.refusals) == 1
+    with pytest.raises(ValueError, match=said):
+        replay.run(extract.plan_extraction(other))
+    assert shards.verify(planned.folder) == []
+    replay.run(extract.plan_extraction(other), overwrite=True)
+    assert shards.verify(planned.folder) == []
+    assert shards.ShardSet(planned.folder).shared["layer_ids"] == (other.layer_ids)
+
+
+def test_another_model_is_refused(options, planned, tiny_llama, tmp_path):
+    """The same data through a target with another config does not go into the folder of the first (E7)."""
+    replay.run(planned)
+    model = tmp_path / "model"
+    shutil.copytree(tiny_llama, model)
+    files.write_json(model / "config.json", files.read_json(model / "config.json") | {"rms_norm_eps": 1e-6})
+    data = write_prepared(tmp_path / "prepared", model, [8])
+    other = extract.plan_extraction(dataclasses.replace(options, model_path=model, prepared_data=data))
+    with pytest.raises(ValueError, match=r"holds a set made with other settings: shared.target.config: expected"):
+        replay.run(other)
+
+
+def test_sigterm_finishes_the_shards_at_hand(planned, capsys):
+    """After SIGTERM no new shard is begun, those begun are finished, the log says how to go on, and the same command
+    completes the set."""
+    known, sent = replay.random_states(4, 64), []
+
+    def stop_at_the_hundredth(name, tokens):
+        if name == "s100" and not sent:
+            sent.append(os.kill(os.getpid(), signal.SIGTERM))
+        return known(name, tokens)
+
+    with pytest.raises(InterruptedError, match=r"stopped on request: \d+ shards to do; the same command goes on"):
+        replay.run(planned, states=stop_at_the_hundredth)
+    said = capsys.readouterr().out
+    assert "stopping: finishing the shards at hand" in said
+    done = replay.finished(planned.folder)
+    assert 0 < len(done) < len(planned.plan)
+    assert files.leftovers(planned.folder) == []
+    assert status(planned)["state"] == "stopped"
+    replay.run(planned)
+    assert done.items() <= replay.finished(planned.folder).items()
+    assert shards.verify(planned.folder) == []
+
+
+def test_states_that_are_not_finite_stop_the_run(planned, capfd):
+    """A NaN names its sample, the log has the writer's traceback, the counts add up, status.json says failed."""
+    known = replay.random_states(4, 64)
+    with pytest.raises(extract.CaptureFault, match=r"sample 's150': the captured states are not all finite"):
+        replay.run(planned, states=lambda name, n: known(name, n) * (float("nan") if name == "s150" else 1))
+    log = capfd.readouterr()
+    assert "Traceback (most recent call last)" in log.err and "s150" in log.err
+    found = status(planned)
+    samples = found["samples"]
+    assert found["state"] == "failed" and "s150" in found["last_error"]
+    assert samples["written"] + samples["skipped"] + samples["failed"] == samples["input"] == NUM_SAMPLES
+    assert samples["failed"] >= 1
+    assert all(shards.Shard(p).faults() == [] for p in shards.shard_paths(planned.folder))
+
+
+def test_a_dead_engine_names_the_samples_in_flight(planned, monkeypatch):
+    """When the engine is gone, the error names what was in it, the state is failed, and nothing hangs."""
+    step, steps = replay.Replay.step, []
+
+    def die_at_the_tenth(self):
+        steps.append(1)
+        if len(steps) == 10:
+            raise ConnectionError("the engine core is dead")
+        return step(self)
+
+    monkeypatch.setattr(replay.Replay, "step", die_at_the_tenth)
+    with pytest.raises(RuntimeError, match=r"the engine stopped; \d+ samples were in flight: s\d+, s\d+.*is above"):
+        replay.run(planned)
+    assert "in flight" in status(planned)["last_error"]
+    monkeypatch.undo()
+    replay.run(planned)
+    assert shards.verify(planned.folder) == []
+
+
+def test_a_log_line_and_the_status_say_how_far_it_is(planned, monkeypatch, capsys):
+    """Samples and tokens done of all, rates, GB, and time left: in the log's line and in status.json (E11)."""
+    monkeypatch.setattr("eagle3.progress.EVERY_S", 0)
+    monkeypatch.setattr("eagle3.watch.STATUS_EVERY_S", 0)
+    seen = []
+    known = replay.random_states(4, 64)
+
+    def look(name, tokens):
+        if name == "s250":
+            seen.append(status(planned))
+        return known(name, tokens)
+
+    replay.run(planned, states=look, step_s=0.01)
+    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("extract ") and "250/300" in x)
+    for part in (f"/{planned.num_tokens:,} tokens", "tokens/s", "ETA 0:00:", "samples", " GB ", "GB/s"):
+        assert part in line
+    halfway = seen[0]
+    assert halfway["state"] == "extracting"
+    assert 0 < halfway["samples"]["done"] < 300 == halfway["samples"]["input"]
+    assert 0 < halfway["tokens"]["done"] < halfway["tokens"]["input"] == planned.num_tokens
+    assert halfway["tokens_per_s"] > 0 and halfway["eta_s"] > 0 and halfway["process"] == os.getpid()
+    end = status(planned)
+    assert end["state"] == "done"
+    assert end["samples"] == {"input": 300, "skipped": 0, "written": 300, "failed": 0, "done": 300}
+    assert end["gb_written"] == pytest.approx(planned.num_tokens * planned.token_bytes / 1e9)
+
+
+def test_parts_are_disjoint_and_together_all(options, capsys):
+    """--part 1/3, 2/3 and 3/3: each in its own folder, metadata says which, together every sample once."""
+    names = []
+    for index in (1, 2, 3):
+        planned = extract.plan_extraction(dataclasses.replace(options, part=(index, 3)))
+        replay.run(planned)
+        assert planned.folder == options.output_dir / f"part-0000{index}-of-00003"
+        assert files.read_json(planned.folder / shards.METADATA)["settings"]["part"] == f"{index}/3"
+        assert shards.verify(planned.folder) == []
+        names += shards.ShardSet(planned.folder).sample_ids
+    assert sorted(names) == sorted(f"s{i}" for i in range(NUM_SAMPLES))
+    with pytest.raises(ValueError, match="--part 400/400: holds no samples"):
+        extract.plan_extraction(dataclasses.replace(options, part=(400, 400)))
+
+
+def test_the_command_line_verifies_and_shows(planned, capsys):
+    """`verify` exits 0 on a sound set and 1 naming what is wrong; `show` says what is there."""
+    replay.run(planned)
+    capsys.readouterr()
+    assert shards.main(["verify", str(planned.folder)]) == 0
+    assert "sound, 300 samples" in capsys.readouterr().out
+    assert shards.main(["show", str(planned.folder)]) == 0
+    shown = capsys.readouterr().out
+    for part in (
+        f"{len(planned.plan)}, 0.010 GB",
+        f"{planned.num_tokens:,}, ",
+        "[1, 2, 3, 5]",
+        '"float32"',
+        "of 1 to 64",
+    ):
+        assert part in shown
+    planned.path(2).unlink()
+    assert shards.main(["verify", str(planned.folder)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    lost = len(planned.plan[2])
+    assert lines == [f"{planned.path(2)}: missing", f"{planned.folder}: expected 300 samples, found {300 - lost}"]
