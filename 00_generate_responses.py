@@ -55,6 +55,7 @@ def work(plan: "Generation") -> None:
     from eagle3.generate import generate
 
     if plan.finished:
+        plan.part.unlink(missing_ok=True)  # of a run that was killed right after its end
         print(f"finished before: {plan.options.output} has these answers")
     else:
         generate(plan)

@@ -17,8 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from eagle3 import chat, conversations, engine, files, server
-from eagle3.conversations import Drop, Drops, Message
+from eagle3 import chat, conversations, dialogues, engine, files, server
+from eagle3.conversations import Drops
+from eagle3.dialogues import Answer, Dialogue
 from eagle3.progress import Progress
 from eagle3.target import Target
 
@@ -55,8 +56,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Generation:
-    """A checked plan. `turns`: how many answers each usable conversation wants, by id, in the order of the input;
-    `drops`: the other rows; `settings`: what a run that goes on must agree with."""
+    """A checked plan.
+
+    `turns`: how many answers each usable conversation wants, by id, in the order of the input; `drops`: the other rows;
+    `settings`: what a run that goes on must agree with.
+    """
 
     options: Options
     chat: chat.Chat
@@ -65,6 +69,7 @@ class Generation:
     drops: Drops
     settings: dict[str, Any]
     max_model_len: int
+    overwrite: bool
 
     @property
     def part(self) -> Path:
@@ -76,50 +81,7 @@ class Generation:
 
     @property
     def finished(self) -> bool:
-        return self.options.output.is_file()
-
-
-@dataclass
-class Dialogue:
-    """A conversation under way: before answer k the target gets `turns[k]` on top of `messages`, what was said so far.
-
-    `prompt_ids`: the prompt of the answer that comes next; `rows`: what is to be trained on so far.
-    """
-
-    id: str
-    key: str
-    turns: list[list[Message]]
-    tools: list[dict[str, Any]] | None
-    category: str | None
-    messages: list[Message]
-    prompt_ids: list[int]
-    answered: int = 0
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    left_out: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def num_left(self) -> int:
-        return len(self.turns) - self.answered - sum(self.left_out.values())
-
-
-def turns_of(messages: list[Message]) -> list[list[Message]]:
-    """The messages put before the target for each of its answers.
-
-    It answers each user turn and the last result of tools. An answer in the input is left out for its own; calls of
-    tools stay with their results, since nothing here could run those that it would make itself.
-    """
-    turns: list[list[Message]] = []
-    given: list[Message] = []
-    for message, after in zip(messages, [*messages[1:], {}], strict=True):
-        calls = bool(message.get("tool_calls"))
-        if message["role"] == "assistant" and not calls and turns and not given:
-            continue
-        given.append(message)
-        follows = after.get("tool_calls") or after.get("role") == "tool"
-        if message["role"] in ("user", "tool") and not follows:
-            turns.append(given)
-            given = []
-    return turns
+        return self.options.output.is_file() and not self.overwrite
 
 
 def plan_generation(options: Options, *, overwrite: bool = False) -> Generation:
@@ -130,9 +92,9 @@ def plan_generation(options: Options, *, overwrite: bool = False) -> Generation:
     limits = (options.max_model_len, connected and connected.max_model_len, target.max_positions)
     room = min(limit for limit in limits if limit)
     drops, turns, need = Drops(), {}, 0
-    for dialogue in _usable(options, model_chat, room, drops):
+    for dialogue in dialogues.read(options.input, model_chat, room, options.limit, drops):
         turns[dialogue.id] = len(dialogue.turns)
-        need = max(need, _longest(dialogue, model_chat, options.max_tokens))
+        need = max(need, dialogues.longest(dialogue, model_chat, options.max_tokens))
     print(*drops.lines(), sep="\n", end="\n" if drops.total else "")
     if not turns:
         raise ValueError(f"--input {' '.join(map(str, options.input))}: no usable prompt")
@@ -145,66 +107,16 @@ def plan_generation(options: Options, *, overwrite: bool = False) -> Generation:
         "chat_template_kwargs": options.chat_template_kwargs,
     }
     max_model_len = min(room, need)  # no more KV cache than the prompts need
-    generation = Generation(options, model_chat, connected, turns, drops, settings, max_model_len)
-    _check_output(generation, overwrite)
+    generation = Generation(options, model_chat, connected, turns, drops, settings, max_model_len, overwrite)
+    _check_output(generation)
     return generation
 
 
-def _usable(options: Options, model_chat: chat.Chat, room: int, drops: Drops) -> Iterator[Dialogue]:
-    """The conversations that can be asked, `options.limit` at most; other rows are counted in `drops`.
-
-    Another conversation under the id of an earlier one gets an id of its own.
-    """
-    seen: dict[str, str] = {}
-    for path in conversations.expand(options.input):
-        for raw in conversations.read_raw(path):
-            if options.limit is not None and len(seen) == options.limit:
-                return
-            try:
-                dialogue = _dialogue(raw, model_chat, room)
-                if seen.get(dialogue.id, dialogue.key) != dialogue.key:
-                    dialogue.id += f"~{dialogue.key[:12]}"
-                if dialogue.id in seen:
-                    raise Drop("duplicate", f"{dialogue.id!r} came before with the same content")
-            except Drop as drop:
-                drops.add(raw.where, drop)
-                continue
-            seen[dialogue.id] = dialogue.key
-            yield dialogue
-
-
-def _dialogue(raw: conversations.Raw, model_chat: chat.Chat, room: int) -> Dialogue:
-    row = conversations.parse(raw)
-    if isinstance(row, conversations.Tokens):
-        raise Drop("unknown_format", "token ids are no prompt")
-    turns = turns_of(row.messages)
-    if not turns:
-        raise Drop("no_user_turn", f"its roles are {', '.join(m['role'] for m in row.messages)}")
-    model_chat.check_text([m for turn in turns for m in turn], row.tools)
-    dialogue = Dialogue(row.id, row.key, turns, row.tools, row.category, list(turns[0]), [])
-    _render(dialogue, model_chat, room)
-    return dialogue
-
-
-def _render(dialogue: Dialogue, model_chat: chat.Chat, room: int) -> None:
-    dialogue.prompt_ids = model_chat.prompt_ids(dialogue.messages, dialogue.tools)
-    if (length := len(dialogue.prompt_ids)) >= room:
-        raise Drop("too_long", f"{length} tokens, {room} fit with an answer")
-
-
-def _longest(dialogue: Dialogue, model_chat: chat.Chat, max_tokens: int) -> int:
-    """At most how many tokens its last prompt and answer have; the JSON of the later turns stands for their headers."""
-    later = dialogue.turns[1:]
-    more = len(model_chat.encode(json.dumps(later, ensure_ascii=False))) if later else 0
-    return len(dialogue.prompt_ids) + more + len(dialogue.turns) * max_tokens
-
-
-def _check_output(generation: Generation, overwrite: bool) -> None:
+def _check_output(generation: Generation) -> None:
     output, settings_file = generation.options.output, generation.settings_file
-    if overwrite:
-        for path in (output, generation.part, settings_file):
-            path.unlink(missing_ok=True)
-    elif settings_file.is_file():
+    if generation.overwrite:
+        return
+    if settings_file.is_file():
         found = files.read_json(settings_file)
         found.pop("counts", None)
         if difference := files.first_difference(found, generation.settings):
@@ -217,6 +129,9 @@ def generate(generation: Generation) -> None:
     """Answer every conversation that is not finished yet, then write the output in the order of the input."""
     generation.part.parent.mkdir(parents=True, exist_ok=True)
     with _locked(generation.part) as file:
+        if generation.overwrite:
+            file.truncate(0)
+            generation.options.output.unlink(missing_ok=True)
         files.write_json(generation.settings_file, generation.settings)
         journal = Journal(file)
         print(f"conversations: {len(generation.turns):,}, {len(journal.places):,} of them finished before")
@@ -240,7 +155,7 @@ def _locked(part: Path) -> Iterator[IO[bytes]]:
 
 
 class Journal:
-    """The finished conversations, a line each: {"id", "rows", "turns": {fate: how many}}; `places`: where they begin.
+    """The finished conversations, a line each (see `_entry`); `places`: where in the file each of them begins.
 
     What a kill left half-written is cut off; a line that is no JSON is made again.
     """
@@ -295,7 +210,8 @@ def _answer_rest(generation: Generation, journal: Journal, refused: Drops) -> No
 
     ValueError when a server refuses more than it answers.
     """
-    fresh = _usable(generation.options, generation.chat, generation.max_model_len, Drops())
+    options, room = generation.options, generation.max_model_len
+    fresh = dialogues.read(options.input, generation.chat, room, options.limit, Drops())
     requests = Requests(d for d in fresh if d.id not in journal.places)
     turns = generation.turns
     done = sum(turns[i] for i in journal.places)
@@ -308,9 +224,9 @@ def _answer_rest(generation: Generation, journal: Journal, refused: Drops) -> No
                 refused.add(answer.id, answer.refusal)
                 progress.update(before)
                 if refused.total >= MAX_REFUSED and refused.total > answered:
-                    raise ValueError(f"--base-url {generation.options.base_url}: {answer.refusal}")
+                    raise ValueError(f"--base-url {options.base_url}: {answer.refusal}")
                 continue
-            take(generation, dialogue, answer)
+            dialogues.take(dialogue, answer, generation.chat, room, options.keep_cut)
             if dialogue.num_left:
                 requests.next_turns.append(dialogue)
             else:
@@ -320,7 +236,7 @@ def _answer_rest(generation: Generation, journal: Journal, refused: Drops) -> No
             progress.update(before - dialogue.num_left, f"{tokens:,} tokens, {rate:,.0f} tokens/s")
 
 
-def _answers(generation: Generation, requests: Requests) -> Iterator[server.Answer]:
+def _answers(generation: Generation, requests: Requests) -> Iterator[Answer]:
     """What the target says to each request, as it comes: by the running server, else by an engine started here."""
     options = generation.options
     if generation.server:
@@ -363,9 +279,9 @@ def _request(generation: Generation, dialogue: Dialogue) -> engine.Request:
     return engine.Request(dialogue.id, dialogue.prompt_ids, params)
 
 
-def _as_answer(output: "RequestOutput") -> server.Answer:
+def _as_answer(output: "RequestOutput") -> Answer:
     said = output.outputs[0]
-    return server.Answer(output.request_id, said.finish_reason, len(said.token_ids), ids=list(said.token_ids))
+    return Answer(output.request_id, said.finish_reason, len(said.token_ids), ids=list(said.token_ids))
 
 
 def _question(generation: Generation, dialogue: Dialogue) -> server.Question:
@@ -373,55 +289,6 @@ def _question(generation: Generation, dialogue: Dialogue) -> server.Question:
     return server.Question(
         dialogue.id, dialogue.messages, dialogue.tools, kwargs, dialogue.prompt_ids, _sampling(generation, dialogue)
     )
-
-
-def take(generation: Generation, dialogue: Dialogue, answer: server.Answer) -> None:
-    """Add an answer to its conversation and bring up the next turn; what cannot be had is left out under a reason."""
-    cut = answer.finish_reason == "length"
-    try:
-        if cut and not generation.options.keep_cut:
-            raise Drop("cut", f"by --max-tokens {generation.options.max_tokens}")
-        message = _add(generation, dialogue, answer)
-        if not dialogue.num_left:
-            return
-        if cut:
-            raise Drop("after_cut", "nobody would go on after half an answer")
-        if message.get("tool_calls"):
-            raise Drop("calls_tool", "nothing here runs a tool")
-        generation.chat.check_text([message])
-        dialogue.messages += dialogue.turns[dialogue.answered]
-        _render(dialogue, generation.chat, generation.max_model_len)
-    except Drop as drop:
-        dialogue.left_out[drop.reason] = dialogue.num_left
-
-
-def _add(generation: Generation, dialogue: Dialogue, answer: server.Answer) -> Message:
-    """Add the answer to the conversation's messages and to what is trained on; returns it as a message."""
-    message = answer.message
-    if answer.ids is not None:
-        ended = answer.ids[-1:] and answer.ids[-1] in generation.chat.stop_ids
-        message = conversations.answer(generation.chat.decode(answer.ids[:-1] if ended else answer.ids))
-    elif any(m["role"] == "assistant" for turn in dialogue.turns for m in turn):
-        raise Drop("given_answer", "without token ids it could not be told from the target's own")
-    dialogue.messages.append(message)
-    _add_tokens(dialogue, answer.ids)
-    tools = {"tools": dialogue.tools} if dialogue.tools else {}
-    dialogue.rows[-1] |= {"messages": list(dialogue.messages), "finish_reason": answer.finish_reason, **tools}
-    dialogue.answered += 1
-    return message
-
-
-def _add_tokens(dialogue: Dialogue, ids: list[int] | None) -> None:
-    """Continue the last row where the prompt continues its ids as they stand, else begin one; without ids one row."""
-    known = dialogue.rows[-1].get("input_ids", []) if dialogue.rows else None
-    if known is None or (ids is not None and dialogue.prompt_ids[: len(known)] != known):
-        dialogue.rows.append({})
-    if ids is None:
-        return
-    row = dialogue.rows[-1]
-    before, mask = row.get("input_ids", []), row.get("loss_mask", [])
-    new = dialogue.prompt_ids[len(before) :]
-    row |= {"input_ids": before + new + ids, "loss_mask": mask + [0] * len(new) + [1] * len(ids)}
 
 
 def _entry(generation: Generation, dialogue: Dialogue) -> dict[str, Any]:

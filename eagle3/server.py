@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3 import conversations
 from eagle3.conversations import Drop, Message
+from eagle3.dialogues import Answer
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -38,18 +39,6 @@ class Question:
     template_kwargs: dict[str, Any]
     prompt_ids: list[int]
     sampling: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What came for the conversation `id`: token ids, else a message; or the server's refusal."""
-
-    id: str
-    finish_reason: str = ""
-    num_tokens: int = 0
-    ids: list[int] | None = None
-    message: Message | None = None
-    refusal: Drop | None = None
 
 
 def connect(base_url: str) -> Server:

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import pytest
 from chat_server import ChatServer, completion
 
-from eagle3 import chat, engine, generate
+from eagle3 import chat, dialogues, engine, generate
 from eagle3.target import Target
 from tests import stages
 
@@ -114,7 +114,7 @@ def test_turns(roles, expected):
     """What is put before the target for each of its answers, worked out by hand."""
     names = {"u": "user", "a": "assistant", "s": "system", "t": "tool", "c": "assistant"}
     messages = [{"role": names[r], "content": r, **({"tool_calls": [{"id": "1"}]} if r == "c" else {})} for r in roles]
-    assert ["".join(m["content"] for m in turn) for turn in generate.turns_of(messages)] == expected
+    assert ["".join(m["content"] for m in turn) for turn in dialogues.turns_of(messages)] == expected
 
 
 def test_conversations_go_on_with_the_targets_own_answers(run, answers, llama):
@@ -303,6 +303,14 @@ def test_killed_at_any_time_it_goes_on(tiny_llama, tmp_path, answers):
         assert [m["content"] for m in row["messages"]][1::2] == [f"QUESTION {i}", f"AND THEN {i}"]
     assert 120 <= asked <= 120 + 2 * 4 * 2  # twice, four conversations of two turns were under way
     assert not part.exists() and "finished before" in again.stdout and len(server.requests) == asked
+
+
+def test_overwrite_starts_anew(run, answers):
+    """--overwrite asks everything again and leaves one output of the new settings."""
+    with ChatServer(answers) as server:
+        assert run([prompt("a", "one")], server)[0].returncode == 0
+        result, output = run([prompt("a", "one")], server, "--max-tokens", 8, "--overwrite")
+    assert result.returncode == 0 and len(server.requests) == 2 and len(read(output)) == 1
 
 
 def test_two_runs_cannot_write_one_file(tmp_path):
