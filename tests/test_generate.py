@@ -272,7 +272,7 @@ def test_no_server_is_refused_before_work(run):
     assert f"--base-url {server.url}: no server answers there" in result.stdout
 
 
-def test_killed_at_any_time_it_goes_on(tiny_llama, tmp_path, answers):
+def test_killed_at_any_time_it_goes_on(run, tiny_llama, tmp_path, answers):
     """kill -9 twice in the middle of writing, the last time with a line half-written: the same command ends with
     every conversation once, in order, and asks again only those that were under way."""
     rows = [prompt(f"p{i}", f"question {i}", f"and then {i}") for i in range(60)]
@@ -294,7 +294,7 @@ def test_killed_at_any_time_it_goes_on(tiny_llama, tmp_path, answers):
             file.write(b'{"id": "p59", "rows": [{"id": "p5')
         last = subprocess.run(command, cwd=stages.ROOT, text=True, capture_output=True)
         asked = len(server.requests)
-        again = subprocess.run(command, cwd=stages.ROOT, text=True, capture_output=True)
+        again, _ = run(rows, server, "--batch-size", 4)
     assert last.returncode == again.returncode == 0, last.stdout + last.stderr
     assert f"conversations: 60, {whole} of them finished before" in last.stdout
     found = read(output_of(tmp_path))
