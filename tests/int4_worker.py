@@ -12,6 +12,8 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from custom_worker import HiddenStatesWorker
+
 PACKED = ("weight_packed", "weight_scale", "weight_shape")
 
 
@@ -33,10 +35,18 @@ def use_dequantized_experts(self: object, layer: torch.nn.Module) -> None:
     layer._replace_quant_method(method)
 
 
-class Int4Worker(CPUWorker):
-    """vLLM's own CPU worker, after the INT4 experts' method has been replaced in its process."""
+class Dequantize:
+    """Replaces the INT4 experts' method in the worker's process before the target is loaded."""
 
     def load_model(self, *args: object, **kwargs: object) -> object:
         wna16.select_wna16_moe_backend = lambda **_: (WNA16MoEBackend.CPU, None)
         wna16.CompressedTensorsWNA16MoEMethod.process_weights_after_loading = use_dequantized_experts
         return super().load_model(*args, **kwargs)
+
+
+class Int4Worker(Dequantize, CPUWorker):
+    """vLLM's own CPU worker."""
+
+
+class Int4Capture(Dequantize, HiddenStatesWorker):
+    """The worker that captures hidden states."""

@@ -1,9 +1,15 @@
 """The numbered scripts, run as a user runs them."""
 
+import importlib
+import io
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from unittest import mock
+
+from eagle3 import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -22,3 +28,14 @@ def succeed(script: str, *flags: object) -> str:
     result = run(script, *flags)
     assert result.returncode == 0, result.stdout[-6000:]
     return result.stdout
+
+
+def run_here(script: str, *flags: object) -> tuple[int, str]:
+    """Exit code and log of a script run inside this process, which has imported torch and vLLM once."""
+    module, log = importlib.import_module(script.removesuffix(".py")), io.StringIO()
+    argv = [script, *map(str, flags)]
+    with mock.patch.object(sys, "argv", argv), redirect_stdout(log), redirect_stderr(log):
+        try:
+            cli.run(module.parser(), module.check, module.work)
+        except SystemExit as end:
+            return int(end.code), log.getvalue()

@@ -1,32 +1,38 @@
-"""Extraction on a tiny Llama: chunked prefill, batches larger than a step, wrong layers caught, and every refusal."""
+"""Extraction with a real engine: every schedule, wrong layers, kills, both routes; and the refusal of every flag."""
 
 import dataclasses
 import json
 import os
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 
-from eagle3 import extract, files, prepared, shards, vocab
+from eagle3 import capture, extract, files, prepared, shards, vocab
 from eagle3.shards import ShardSet
 from eagle3.target import Target
-from tests import hf_states, stages
+from tests import hf_states, replay, stages
 
 LAYERS = [1, 2, 3, 5]
+KIMI_LAYERS = [2, 30, 58, 60]
 LENGTHS = [37, 5, 48, 64, 1, 40, 33, 44, 64, 39, 41, 2]
+TWIN = 8  # has the tokens of sample 3
 
 
 def write_prepared(folder, model_path, lengths=LENGTHS, vocab_size=None):
     """Random prepared samples of these lengths; the last two thirds of each are supervised."""
     folder.mkdir(parents=True)
     target, rng = Target.open(model_path), np.random.default_rng(0)
+    tokens = [rng.integers(0, vocab_size or target.vocab_size, n).astype(np.int32) for n in lengths]
+    if lengths == LENGTHS:
+        tokens[TWIN] = tokens[3]
     with open(folder / prepared.DATA, "w") as file:
-        for i, n in enumerate(lengths):
-            mask = (np.arange(n) >= n // 3).astype(np.uint8)
-            ids = rng.integers(0, vocab_size or target.vocab_size, n).astype(np.int32)
+        for i, ids in enumerate(tokens):
+            mask = (np.arange(len(ids)) >= len(ids) // 3).astype(np.uint8)
             prepared.write_row(file, prepared.Row(f"s{i}", ids, mask))
     vocab.DraftVocab(target.vocab_size).save(folder)
     prepared.write_metadata(folder, {"target": target.fingerprint, "settings": {}})
@@ -53,39 +59,150 @@ def options(model, data, output, **changes) -> extract.Options:
     return dataclasses.replace(given, **changes)
 
 
-def test_chunked_prefill_and_batches_larger_than_a_step(tiny_llama, data, tmp_path):
-    """12 samples of 1 to 64 tokens, 64 tokens a step, so that prompts are cut into chunks and mixed in steps: every
-    row equals Transformers', and small shards (2 KB a token) leave several files."""
+def run_in_process(planned: extract.Extraction, **changes) -> None:
+    with files.locked(planned.folder):
+        extract.extract(planned, **changes)
+
+
+def test_every_schedule_gives_the_same_states(tiny_llama, data, tmp_path):
+    """Chunks of 16 tokens, four prompts at a time, a KV cache of five blocks, so that prompts are preempted and start
+    again; samples of 1 token, of exactly --max-seq-len, twice the same, small shards: every row equals Transformers'
+    (E3, E4)."""
+    started = []
+
+    def start(extraction):
+        block = 32 * 6 * 2 * 2 * 32 * 4  # tokens, layers, keys and values, heads, head size, bytes
+        started.append(
+            extract.start_engine(
+                extraction, block_size=32, kv_cache_memory_bytes=5 * block, long_prefill_token_threshold=16,
+                disable_log_stats=False,
+            )
+        )  # fmt: skip
+        return started[0]
+
     planned = extract.plan_extraction(options(tiny_llama, data, tmp_path / "states", shard_bytes=100_000))
     assert len(planned.plan) > 2
-    run_in_process(planned)
+    run_in_process(planned, start=start)
+    counters = {m.name: m.value for m in started[0].get_metrics() if hasattr(m, "value")}
+    assert counters["vllm:num_preemptions"] > 0
+    assert not started[0].llm_engine.vllm_config.cache_config.enable_prefix_caching
     states = ShardSet(tmp_path / "states")
     assert states.lengths.tolist() == LENGTHS
     assert states.sample_ids == [f"s{i}" for i in range(len(LENGTHS))]
+    assert states[TWIN].input_ids.tolist() == states[3].input_ids.tolist()
     assert hf_states.worst_error(tiny_llama, states) < 1e-4
-    assert [s.faults() for s in states.shards] == [[]] * len(planned.plan)
-
-
-def run_in_process(planned: extract.Extraction) -> None:
-    with files.locked(planned.folder):
-        extract.extract(planned)
+    assert shards.verify(tmp_path / "states") == []
 
 
 @pytest.mark.parametrize(
     ("worker", "said"),
     [
         ("OffByOneWorker", "layer 1: what was captured is not what decoder layer 1 put out"),
-        ("WrongLastLayerWorker", "it is not the last layer's output"),
+        pytest.param("WrongLastLayerWorker", "it is not the last layer's output", marks=pytest.mark.slow),
+        pytest.param("ThreeLayersWorker", "the target returned 3 layers, expected 4", marks=pytest.mark.slow),
     ],
 )
-def test_a_wrong_layer_stops_the_run(tiny_llama, data, tmp_path, worker, said):
-    """Captured one layer off on purpose, the run stops, says what disagrees, and leaves no shard behind."""
+def test_a_wrong_layer_stops_the_run(tiny_llama, data, tmp_path, worker, said, capfd):
+    """Captured one layer off on purpose, or one too few, the run stops, says what disagrees, and leaves no shard behind
+    (E1, E2)."""
     planned = extract.plan_extraction(
         options(tiny_llama, data, tmp_path / "states", worker=f"tests.wrong_layer_worker.{worker}")
     )
-    with pytest.raises(RuntimeError, match=said):
+    with pytest.raises(RuntimeError) as stopped:
         run_in_process(planned)
-    assert list((tmp_path / "states").glob("*shard*")) == []
+    log = capfd.readouterr()
+    assert said in str(stopped.value) + log.out + log.err
+    assert list((tmp_path / "states").glob("shard*")) == []
+
+
+@pytest.mark.slow
+def test_killed_workers_and_drivers_of_a_real_run(tiny_llama, tmp_path):
+    """kill -9 of the engine: exit code 1, the samples in flight named, no hang. Then kill -9 of the driver: no process
+    is left. Then the same command: finished shards untouched, and every row equals Transformers' (E11)."""
+    lengths = np.random.default_rng(2).integers(30, 65, 3000).tolist()
+    data = write_prepared(tmp_path / "prepared", tiny_llama, lengths)
+    out = tmp_path / "states"
+    command = [sys.executable, "-c", SMALL_SHARDS, *map(str, flags(tiny_llama, data, out)[1:])]
+    log = (tmp_path / "log").open("w+")
+
+    def start():
+        return subprocess.Popen(command, cwd=stages.ROOT, stdout=log, stderr=subprocess.STDOUT)
+
+    run = start()
+    wait_for(lambda: len(shards.shard_paths(out)) >= 2, run)
+    for child in psutil.Process(run.pid).children(recursive=True):
+        if child.name().startswith("VLLM"):
+            child.kill()
+    assert run.wait(timeout=120) == 1
+    text = (tmp_path / "log").read_text()
+    assert "samples were in flight: s" in text
+    assert files.read_json(out / "status.json")["state"] == "failed"
+    run = start()
+    done = len(shards.shard_paths(out))
+    wait_for(lambda: len(shards.shard_paths(out)) >= done + 2, run)
+    family = psutil.Process(run.pid).children(recursive=True)
+    run.kill()
+    run.wait()
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert alive == []
+    before = replay.finished(out)
+    assert start().wait(timeout=300) == 0
+    assert before.items() <= replay.finished(out).items()
+    assert shards.verify(out) == []
+    assert hf_states.worst_error(tiny_llama, ShardSet(out)) < 1e-4
+
+
+SMALL_SHARDS = """
+import sys
+sys.argv[0] = "02_extract_hidden_states.py"
+from eagle3 import extract
+extract.Options.__init__.__kwdefaults__["shard_bytes"] = 200_000
+import runpy
+runpy.run_path("02_extract_hidden_states.py", run_name="__main__")
+"""
+
+
+def wait_for(condition, run) -> None:
+    end = time.monotonic() + 200
+    while not condition():
+        assert run.poll() is None and time.monotonic() < end, "the run ended, or came to nothing, before it was killed"
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_int4_experts(tiny_kimi, tiny_kimi_int4, tmp_path):
+    """The target with INT4 experts inside Kimi's wrapper gives the states of the same numbers unquantised."""
+    data = write_prepared(tmp_path / "prepared", tiny_kimi_int4, [5, 30, 64], vocab_size=1000)
+    planned = extract.plan_extraction(
+        options(
+            tiny_kimi_int4, data, tmp_path / "states", layer_ids=KIMI_LAYERS, worker="tests.int4_worker.Int4Capture"
+        )
+    )
+    run_in_process(planned)
+    assert hf_states.worst_error(tiny_kimi, ShardSet(tmp_path / "states")) < 1e-4
+
+
+@pytest.mark.slow
+def test_the_patched_route_gives_the_same_states(tiny_kimi, tmp_path, capfd):
+    """The installed vLLM's Kimi with the patched forward forced on it equals Transformers as the other route does."""
+    data = write_prepared(tmp_path / "prepared", tiny_kimi, [5, 30, 64], vocab_size=1000)
+    planned = extract.plan_extraction(
+        options(tiny_kimi, data, tmp_path / "states", layer_ids=KIMI_LAYERS, worker="tests.patched_worker.PatchedRoute")
+    )
+    run_in_process(planned)
+    assert "capture route: patched DeepseekV2Model.forward" in capfd.readouterr().out
+    assert hf_states.worst_error(tiny_kimi, ShardSet(tmp_path / "states")) < 1e-4
+
+
+@pytest.mark.slow
+def test_rehearsal_of_the_tiny_kimi(tiny_kimi, tmp_path):
+    """--rehearse with the real command's flags: two steps of dummy weights are captured, written, read back; nothing
+    stays behind but the lock."""
+    data = write_prepared(tmp_path / "prepared", tiny_kimi, [64, 64, 30, 5], vocab_size=1000)
+    log = stages.succeed(*flags(tiny_kimi, data, tmp_path / "out", layer_ids=KIMI_LAYERS), "--rehearse")
+    assert "rehearsal: 2 samples, 128 tokens, dummy weights" in log
+    assert "rehearsal passed in" in log
+    assert [p.name for p in (tmp_path / "out").iterdir()] == [".lock"]
 
 
 # What follows needs no engine: everything is refused before one is started.
@@ -93,10 +210,10 @@ def test_a_wrong_layer_stops_the_run(tiny_llama, data, tmp_path, worker, said):
 
 def refused(*command) -> str:
     """The one line of a command that must be refused before any work: exit code 2."""
-    result = stages.run(*command)
-    assert result.returncode == 2, result.stdout
-    assert "Traceback" not in result.stdout
-    return result.stdout.strip().splitlines()[-1]
+    code, log = stages.run_here(*command)
+    assert code == 2, log
+    assert "Traceback" not in log
+    return log.strip().splitlines()[-1]
 
 
 def test_a_layer_that_is_not_there_is_refused(tiny_kimi, tmp_path):
@@ -158,7 +275,7 @@ def test_damaged_data_is_refused(tiny_llama, data, tmp_path):
 def test_another_setting_in_the_same_folder_is_refused(tiny_llama, data, tmp_path):
     """A folder begun with other layers is refused naming the key; a broken shard is redone."""
     planned = extract.plan_extraction(options(tiny_llama, data, tmp_path))
-    extract.files.write_json(tmp_path / shards.METADATA, planned.metadata)
+    files.write_json(tmp_path / shards.METADATA, planned.metadata)
     extract.check_folder(planned)
     other = extract.plan_extraction(options(tiny_llama, data, tmp_path, layer_ids=[0, 2, 3, 5]))
     with pytest.raises(ValueError, match=r"shared.layer_ids: expected \[1, 2, 3, 5\], found \[0, 2, 3, 5\]"):
@@ -192,3 +309,29 @@ def test_check_only_stops_before_the_load(tiny_llama, data, tmp_path):
     assert f"12 samples, {sum(LENGTHS)} tokens, the longest 64" in log
     assert "ok       set_aux_hidden_state_layers: LlamaForCausalLM" in log
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"enable_prefix_caching": True}, "prefix caching is on: tokens found in the cache are not computed"),
+        (
+            {"pipeline_parallel_size": 2},
+            r"pipeline parallelism \(2 stages\): .* states of earlier stages would be lost",
+        ),
+    ],
+)
+def test_engines_that_would_lose_rows_are_refused(tiny_llama, changes, said):
+    """The worker looks at vLLM's own configuration: as we start it, it passes; each dangerous setting is refused with
+    the reason (E4, E10)."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    given = {"model": str(tiny_llama), "skip_tokenizer_init": True, "max_model_len": 65}
+    given |= {"enable_prefix_caching": False, "async_scheduling": False}
+    config = EngineArgs(**given).create_engine_config()
+    capture.check_engine(config)
+    with pytest.raises(ValueError, match=said):
+        capture.check_engine(EngineArgs(**given | changes).create_engine_config())
+    config.scheduler_config.async_scheduling = True  # never so on CPU
+    with pytest.raises(ValueError, match="asynchronous scheduling is on"):
+        capture.check_engine(config)

@@ -24,3 +24,16 @@ class WrongLastLayerWorker(HiddenStatesWorker):
         super().load_model(*args, **kwargs)
         self.witness.remove()
         self.witness = None
+
+
+class ThreeLayersWorker(HiddenStatesWorker):
+    """Asks for one layer less, as a vLLM does that drops the last."""
+
+    @staticmethod
+    def aux_ids(layer_ids: list[int]) -> list[int]:
+        return vllm_aux_ids(layer_ids)[:-1]
+
+    def load_model(self, *args: object, **kwargs: object) -> None:
+        super().load_model(*args, **kwargs)
+        self.witness.remove()
+        self.witness = None
