@@ -138,6 +138,7 @@ def generate(generation: Generation) -> None:
         refused = Drops()
         if len(journal.places) < len(generation.turns):
             _answer_rest(generation, journal, refused)
+        print(*refused.lines(), sep="\n", end="\n" if refused.total else "")
         counts = _write_output(generation, journal, refused)
         generation.part.unlink()
     print(*_report(generation.options, counts), sep="\n")

@@ -104,7 +104,7 @@ async def _ask(client: "AsyncOpenAI", server: Server, question: Question) -> Ans
         return Answer(question.id, refusal=drop)
     except openai.APIError as error:
         raise ConnectionError(
-            f"--base-url {server.base_url}: no answer to {question.id!r} after {RETRIES + 1} tries: "
+            f"--base-url {server.base_url}: no answer to {question.id!r} (at most {RETRIES} retries): "
             f"{type(error).__name__}: {error}; the same command goes on from here"
         ) from error
 
