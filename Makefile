@@ -43,7 +43,7 @@ $(PY) 03_train_draft.py --config $(1) --model-path $(SMOLLM2) --hidden-states $(
 $(PY) 04_evaluate_draft.py --config $(1) --draft $(2)/draft --prompts $(HELD_OUT) --output $(2)/evaluation.json
 endef
 
-demo demo-full: export VLLM_LOGGING_LEVEL ?= WARNING
+demo demo-full: export VLLM_LOGGING_LEVEL ?= ERROR
 demo: .venv/installed $(SMOLLM2)/config.json $(PROMPTS)/metadata.json
 	$(call STAGES,configs/smollm2.yaml,out/demo)
 
