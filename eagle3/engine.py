@@ -4,8 +4,11 @@ vllm is imported inside the functions, so that a script's `--help` and its check
 """
 
 import logging
+import multiprocessing
 import os
+import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
 
+ALIVE_EVERY_S = 1.0  # how often a waiting caller looks whether the engine is alive
 CPU_KV_CACHE_GIB = 2  # --gpu-memory-utilization means a share of the GPU; CPU memory is shared with other programs
 STUB_TOKENIZER = Path(__file__).parent / "stub_tokenizer"
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}  # the target is a local folder: no network
@@ -137,6 +141,26 @@ def steps(llm: "LLM", requests: Iterable[Request], ahead: int) -> Iterator["Requ
 def stream(llm: "LLM", requests: Iterable[Request], ahead: int) -> Iterator["RequestOutput"]:
     """As `steps`, but only the last output of each request."""
     return (output for output in steps(llm, requests, ahead) if output.finished)
+
+
+def call_workers(llm: "LLM", method: str, *args: Any) -> list[Any]:
+    """What every worker's `method` returns. RuntimeError if the engine dies before it has answered.
+
+    vLLM's own collective_rpc would wait for ever for the answer of an engine that is gone.
+    """
+    engines, answer = multiprocessing.active_children(), Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(llm.collective_rpc(method, args=args))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, daemon=True).start()
+    while not wait([answer], timeout=ALIVE_EVERY_S).done:
+        if engines and not any(process.is_alive() for process in engines):
+            raise RuntimeError(f"the engine's process ended before it answered {method}")
+    return answer.result()
 
 
 def stop(llm: "LLM") -> None:

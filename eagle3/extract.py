@@ -50,6 +50,7 @@ class Options:
     layer_ids: list[int] | None = None
     storage_dtype: str = "auto"
     part: tuple[int, int] | None = None
+    ray_address: str | None = None
     shard_bytes: int = SHARD_BYTES
     worker: str = WORKER
     load_format: str = "auto"  # of vLLM; "dummy" for random weights
@@ -302,8 +303,12 @@ def extract(
     print(f"disk: {check_disk(extraction, missing)}", flush=True)
     files.write_json(extraction.folder / shards.METADATA, extraction.metadata)
     shutil.copyfile(extraction.options.prepared_data.with_name(vocab.FILE), extraction.folder / vocab.FILE)
-    with Watch(extraction, missing) as watch, _on_sigterm(_stop_while_loading):
-        if missing:
+    with Watch(extraction, missing) as watch, on_sigterm(_stop_while_loading):
+        if missing and extraction.options.ray_address:
+            from eagle3 import cluster
+
+            cluster.extract_missing(extraction, missing, watch, start)
+        elif missing:
             llm = (start or start_engine)(extraction)
             try:
                 Run(extraction, llm, watch).over(missing)
@@ -363,18 +368,14 @@ class Run:
         InterruptedError after SIGTERM.
         """
         self.watch.start()
-        with _on_sigterm(self._stop):
+        with on_sigterm(self._stop):
             try:
                 self._drive(missing)
             except (CaptureFault, KeyboardInterrupt):
                 raise
             except Exception as error:
                 raise RuntimeError(f"the engine stopped; {self._in_flight()}; its traceback is above") from error
-        left = self.extraction.unpublished(missing)
-        if left and self.stopping:
-            raise InterruptedError(f"stopped on request: {len(left)} shards to do; the same command goes on from here")
-        if left:
-            raise RuntimeError(f"{len(left)} shards did not come about, the first is {shards.shard_name(left[0])}")
+        conclude(self.extraction, missing, stopping=self.stopping)
 
     def _drive(self, missing: list[int]) -> None:
         for output in engine.stream(self.llm, self._requests(missing), self.extraction.options.queued_tokens):
@@ -382,7 +383,7 @@ class Run:
             self.watch.sample_done(len(output.prompt_token_ids))
             if time.monotonic() - self.last_status >= STATUS_EVERY_S:  # the first time after the first step
                 self._ask_worker()
-        self.llm.collective_rpc("close_capture")
+        engine.call_workers(self.llm, "close_capture")
         self._ask_worker()
 
     def _stop(self) -> None:
@@ -398,7 +399,7 @@ class Run:
             if self.stopping:
                 return
             content = self.extraction.content(index)
-            self.llm.collective_rpc("open_shard", args=(content.message(),))
+            engine.call_workers(self.llm, "open_shard", content.message())
             for sample, sample_id in enumerate(content.sample_ids):
                 ids = content.input_ids[content.offsets[sample] : content.offsets[sample + 1]].tolist()
                 identity = {capture.SAMPLE_KEY: [index, sample, sample_id]}
@@ -408,10 +409,10 @@ class Run:
                 yield engine.Request(request_id, ids, params)
 
     def _ask_worker(self) -> None:
-        status = next(s for s in self.llm.collective_rpc("capture_status") if s is not None)
+        status = next(s for s in engine.call_workers(self.llm, "capture_status") if s is not None)
         self.watch.worker_says(status["rows"], status["check"])
         if status["faults"]:
-            self.llm.collective_rpc("close_capture")
+            engine.call_workers(self.llm, "close_capture")
             raise CaptureFault(f"extraction stopped, finished shards are kept: {status['faults'][0]}")
         self.last_status = time.monotonic()
 
@@ -421,8 +422,17 @@ class Run:
         return f"{len(names)} samples were in flight: {', '.join(names[:NAMED_IN_FLIGHT])}{more}"
 
 
+def conclude(extraction: Extraction, missing: list[int], *, stopping: bool) -> None:
+    """InterruptedError if a run that was told to stop left shards to do, RuntimeError if another did."""
+    left = extraction.unpublished(missing)
+    if left and stopping:
+        raise InterruptedError(f"stopped on request: {len(left)} shards to do; the same command goes on from here")
+    if left:
+        raise RuntimeError(f"{len(left)} shards did not come about, the first is {shards.shard_name(left[0])}")
+
+
 @contextmanager
-def _on_sigterm(action: Any) -> Iterator[None]:
+def on_sigterm(action: Any) -> Iterator[None]:
     def handler(_number: int, _frame: FrameType | None) -> None:
         action()
 

@@ -118,6 +118,9 @@ def _describe_plan(extraction: Extraction, overwrite: bool) -> str:
 def _examine_hardware(table: Table, options: Options, target: Target) -> None:
     from eagle3 import engine
 
+    if options.ray_address:
+        table.check("platform", lambda: f"Ray cluster at {options.ray_address}; its GPUs are not looked at")
+        return
     if engine.on_cpu():
         table.check("platform", lambda: f"CPU, {len(os.sched_getaffinity(0))} processors, float32")
         return

@@ -44,7 +44,9 @@ def _excerpt(extraction: Extraction) -> Extraction:
         tokens += len(row.input_ids)
         rows.append(row)
     folder = files.temporary_name(extraction.folder / "rehearsal")
-    options = dataclasses.replace(extraction.options, output_dir=folder, part=None, load_format="dummy")
+    options = dataclasses.replace(
+        extraction.options, output_dir=folder, part=None, ray_address=None, load_format="dummy"
+    )
     return extract.plan(options, extraction.target, rows, extraction.metadata["prepared"])
 
 

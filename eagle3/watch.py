@@ -93,7 +93,9 @@ class Watch:
 
     def _note(self) -> str:
         written, rate = self._gigabytes()
-        return f"{self._done:,}/{len(self._extraction.rows):,} samples  {written:.2f} GB  {rate:.2f} GB/s"
+        return (
+            f"{self._done:,}/{len(self._extraction.rows):,} samples  {written:.2f} GB  {rate:.2f} GB/s  {self._check}"
+        )
 
     def _write_status(self) -> None:
         status: dict[str, Any] = {"state": self._state, "samples": self._samples()}

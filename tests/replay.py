@@ -98,6 +98,12 @@ def run(extraction: extract.Extraction, **changes) -> None:
         extract.extract(extraction, start=lambda e: Replay(e, states, step_s), **changes)
 
 
+def start_slowly(extraction: extract.Extraction) -> Replay:
+    """A replayed engine that takes its time, and leaves its process id beside the output folder."""
+    (extraction.folder.parent / f"engine-{os.getpid()}").touch()
+    return Replay(extraction, random_states(4, 64), step_s=0.1)
+
+
 def in_child(extraction: extract.Extraction, after_s: float | None) -> int:
     """Run in a forked child, killed after `after_s` seconds; its wait status (0: it had finished)."""
     child = os.fork()

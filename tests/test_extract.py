@@ -117,8 +117,9 @@ def test_a_wrong_layer_stops_the_run(tiny_llama, data, tmp_path, worker, said, c
 
 @pytest.mark.slow
 def test_killed_workers_and_drivers_of_a_real_run(tiny_llama, tmp_path):
-    """kill -9 of the engine: exit code 1, the samples in flight named, no hang. Then kill -9 of the driver: no process
-    is left. Then the same command: finished shards untouched, and every row equals Transformers' (E11)."""
+    """kill -9 of the engine: exit code 1, the samples in flight named, no hang. SIGTERM while loading: ends at once.
+    kill -9 of the driver: no process is left. Then the same command: finished shards untouched, and every row equals
+    Transformers' (E11)."""
     lengths = np.random.default_rng(2).integers(30, 65, 3000).tolist()
     data = write_prepared(tmp_path / "prepared", tiny_llama, lengths)
     out = tmp_path / "states"
@@ -130,13 +131,19 @@ def test_killed_workers_and_drivers_of_a_real_run(tiny_llama, tmp_path):
 
     run = start()
     wait_for(lambda: len(shards.shard_paths(out)) >= 2, run)
-    for child in psutil.Process(run.pid).children(recursive=True):
-        if child.name().startswith("VLLM"):
-            child.kill()
+    for engine in engines_of(run):
+        engine.kill()
     assert run.wait(timeout=120) == 1
     text = (tmp_path / "log").read_text()
     assert "samples were in flight: s" in text
     assert files.read_json(out / "status.json")["state"] == "failed"
+    run = start()
+    wait_for(lambda: files.read_json(out / "status.json")["state"] == "loading" and engines_of(run), run)
+    family = engines_of(run)
+    run.terminate()
+    assert run.wait(timeout=60) == 1
+    assert psutil.wait_procs(family, timeout=20)[1] == []
+    assert "stopped on request while the target was loading" in (tmp_path / "log").read_text()
     run = start()
     done = len(shards.shard_paths(out))
     wait_for(lambda: len(shards.shard_paths(out)) >= done + 2, run)
@@ -160,6 +167,11 @@ extract.Options.__init__.__kwdefaults__["shard_bytes"] = 200_000
 import runpy
 runpy.run_path("02_extract_hidden_states.py", run_name="__main__")
 """
+
+
+def engines_of(run) -> list[psutil.Process]:
+    """vLLM's processes below a run."""
+    return [p for p in psutil.Process(run.pid).children(recursive=True) if p.name().startswith("VLLM")]
 
 
 def wait_for(condition, run) -> None:
