@@ -75,7 +75,7 @@ def test_every_schedule_gives_the_same_states(tiny_llama, data, tmp_path):
         started.append(
             extract.start_engine(
                 extraction, block_size=32, kv_cache_memory_bytes=5 * block, long_prefill_token_threshold=16,
-                disable_log_stats=False,
+                scheduler_reserve_full_isl=False, disable_log_stats=False,
             )
         )  # fmt: skip
         return started[0]

@@ -3,16 +3,20 @@ states (tests/replay.py); the driver, the writer, the files and the resume are t
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from eagle3 import extract, files, preflight, shards
+from eagle3 import engine, extract, files, preflight, shards
 from eagle3.watch import STATUS
 from tests import replay, stages
 from tests.test_extract import LAYERS, write_prepared
@@ -242,6 +246,16 @@ def test_a_dead_engine_names_the_samples_in_flight(planned, monkeypatch):
     monkeypatch.undo()
     replay.run(planned)
     assert shards.verify(planned.folder) == []
+
+
+def test_no_call_waits_for_a_dead_engine():
+    """vLLM's own call to its workers never returns once the engine's process is gone; ours ends with an error."""
+    child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+    child.start()
+    llm = SimpleNamespace(collective_rpc=lambda method, args: threading.Event().wait())
+    threading.Timer(0.5, child.kill).start()
+    with pytest.raises(RuntimeError, match="the engine's process ended before it answered capture_status"):
+        engine.call_workers(llm, "capture_status")
 
 
 def test_a_log_line_and_the_status_say_how_far_it_is(planned, monkeypatch, capsys):
