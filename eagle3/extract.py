@@ -263,7 +263,12 @@ def _shard_faults(extraction: Extraction, index: int) -> list[str]:
     planned = extraction.content(index)
     try:
         shard = shards.Shard(extraction.path(index))
-        if shard.sample_ids != planned.sample_ids or not np.array_equal(shard.input_ids, planned.input_ids):
+        shared = {"format": shards.FORMAT} | extraction.metadata["shared"]
+        if difference := files.first_difference(shared, shard.shared):
+            return [f"{shard.path}: is of another set: {difference}"]
+        names = ("offsets", "input_ids", "loss_mask")
+        same = all(np.array_equal(getattr(shard, name), getattr(planned, name)) for name in names)
+        if shard.sample_ids != planned.sample_ids or not same:
             return [f"{shard.path}: holds other samples than planned"]
         return shard.faults()
     except ValueError as error:

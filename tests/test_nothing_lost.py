@@ -71,18 +71,22 @@ def test_a_hundred_kills_lose_nothing(tiny_llama, data, tmp_path):
     assert outcome["built_on"] > outcome["shards"]
 
 
-def test_damage_is_redone_and_the_rest_untouched(planned, capsys):
-    """A shard cut by one byte, one emptied, one flipped byte, one of other samples, a leftover temporary file: each is
-    named and redone, the others keep their inode and time, and the set is bitwise the same (E6, E7)."""
+def test_damage_is_redone_and_the_rest_untouched(options, planned, tmp_path, capsys):
+    """A shard cut by one byte, one emptied, one flipped byte, one of other samples, one of another set, a leftover
+    temporary file: each is named and redone, the others keep their inode and time, and the set is bitwise the same
+    (E6, E7)."""
+    strange = extract.plan_extraction(dataclasses.replace(options, output_dir=tmp_path / "x", layer_ids=[0, 2, 3, 5]))
+    replay.run(strange)
     replay.run(planned)
     reference, before = replay.contents(planned.folder), replay.finished(planned.folder)
-    cut, emptied, flipped, foreign = (planned.path(i) for i in (1, 3, 5, 7))
+    cut, emptied, flipped, foreign, other = (planned.path(i) for i in (1, 3, 5, 7, 9))
     cut.write_bytes(cut.read_bytes()[:-1])
     emptied.write_bytes(b"")
     raw = bytearray(flipped.read_bytes())
     raw[len(raw) // 2] ^= 1
     flipped.write_bytes(raw)
     foreign.write_bytes(planned.path(8).read_bytes())
+    other.write_bytes(strange.path(9).read_bytes())
     (planned.folder / f".{cut.name}.1234.tmp").write_bytes(b"half")
     damaged = shards.verify(planned.folder)
     replay.run(planned)
@@ -91,11 +95,12 @@ def test_damage_is_redone_and_the_rest_untouched(planned, capsys):
     assert f"redoing {emptied.name}" in said
     assert f"redoing {flipped.name}" in said and "does not match its checksum" in said
     assert f"redoing {foreign.name}" in said and "holds other samples than planned" in said
+    assert f"redoing {other.name}" in said and "is of another set: layer_ids: expected [1, 2, 3, 5]" in said
     assert f"removed .{cut.name}.1234.tmp" in said
-    kept = set(before) - {cut.name, emptied.name, flipped.name, foreign.name}
+    kept = set(before) - {cut.name, emptied.name, flipped.name, foreign.name, other.name}
     assert {n: replay.finished(planned.folder)[n] for n in kept} == {n: before[n] for n in kept}
     assert replay.contents(planned.folder) == reference
-    redone = sum(len(planned.plan[i]) for i in (1, 3, 5, 7))
+    redone = sum(len(planned.plan[i]) for i in (1, 3, 5, 7, 9))
     assert (
         f"samples: {redone} written + {NUM_SAMPLES - redone} skipped (finished before) + 0 failed = 300 input" in said
     )
