@@ -329,7 +329,7 @@ def test_kimi_in_vllm_with_its_tokenizer(tiny_kimi, engine, kimi_tokenizer, kimi
     """vLLM, fed messages, renders the same prompt with the remote tokenizer and decodes Transformers' tokens."""
     from vllm import SamplingParams
 
-    llm = engine(tiny_kimi, trust_remote_code=True)
+    llm = engine(tiny_kimi, trust_remote_code=True, skip_tokenizer_init=False)
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
     (output,) = llm.chat([USER], params)
     assert output.prompt_token_ids == kimi_prompt
