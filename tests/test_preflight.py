@@ -20,8 +20,8 @@ GIB = 1 << 30
 H200_TOTAL = 150_754_820_096  # 140.4 GiB
 
 
-class Recorded:
-    """Stands for the module pynvml: two H200s, a process on the second. Values as the driver gives them."""
+class StandIn:
+    """Stands for the module pynvml: two H200s, a process on the second. Made-up values in the form that NVML documents; none was read off a card."""
 
     class NVMLError(Exception):
         pass
@@ -53,7 +53,7 @@ class Recorded:
 
 def test_a_free_machine_is_described():
     """Two free H200s: memory, driver and backend are said; NVML is closed again."""
-    nvml = Recorded()
+    nvml = StandIn()
     machine = gpus.read_machine(nvml)
     assert not nvml.open
     assert [g.index for g in machine.gpus] == [0, 1]
@@ -65,17 +65,17 @@ def test_a_free_machine_is_described():
 
 def test_visible_devices_are_followed():
     """CUDA_VISIBLE_DEVICES by number or UUID chooses and orders; an empty one hides all."""
-    assert [g.index for g in gpus.read_machine(Recorded(), "1,0").gpus] == [1, 0]
-    assert [g.index for g in gpus.read_machine(Recorded(), "GPU-b").gpus] == [1]
+    assert [g.index for g in gpus.read_machine(StandIn(), "1,0").gpus] == [1, 0]
+    assert [g.index for g in gpus.read_machine(StandIn(), "GPU-b").gpus] == [1]
     with pytest.raises(ValueError, match="--tp-size 1: only 0 GPUs are visible"):
-        gpus.check_memory(gpus.read_machine(Recorded(), ""), 1, 0.9, 0)
+        gpus.check_memory(gpus.read_machine(StandIn(), ""), 1, 0.9, 0)
 
 
 def test_a_gpu_that_others_hold_is_refused_with_their_names():
     """GPU 1 has 20 GiB free of 140.4 and 0.8 of it are wanted: the process that holds the rest is named (E11)."""
     holder = SimpleNamespace(pid=os.getpid(), usedGpuMemory=118 * GIB)
     elsewhere = SimpleNamespace(pid=2**22 - 1, usedGpuMemory=None)
-    machine = gpus.read_machine(Recorded((150_121_611_264, 20 * GIB), processes=[holder, elsewhere]))
+    machine = gpus.read_machine(StandIn((150_121_611_264, 20 * GIB), processes=[holder, elsewhere]))
     assert gpus.check_memory(machine, 1, 0.8, GIB)
     with pytest.raises(ValueError, match="GPU 1: 20.0 of 140.4 GiB are free") as refused:
         gpus.check_memory(machine, 2, 0.8, GIB)
@@ -86,12 +86,12 @@ def test_a_gpu_that_others_hold_is_refused_with_their_names():
 def test_weights_that_cannot_fit_are_refused():
     """540 GB on two GPUs of 140 GiB."""
     with pytest.raises(ValueError, match=r"GPU 0: 251 GiB of weights a rank do not fit .* raise --tp-size 2"):
-        gpus.check_memory(gpus.read_machine(Recorded()), 2, 0.9, 540 * 10**9)
+        gpus.check_memory(gpus.read_machine(StandIn()), 2, 0.9, 540 * 10**9)
 
 
 def test_a_driver_older_than_torchs_cuda_is_refused():
     """CUDA 13 driver: torch for 13.2 runs (same generation), torch for 14.0 does not, a CPU torch is said to be one."""
-    machine = gpus.read_machine(Recorded())
+    machine = gpus.read_machine(StandIn())
     assert gpus.check_driver(machine, "13.2")
     with pytest.raises(ValueError, match="runs CUDA up to 13.0, torch was built for 14.0"):
         gpus.check_driver(machine, "14.0")
@@ -101,8 +101,8 @@ def test_a_driver_older_than_torchs_cuda_is_refused():
 
 def test_no_driver_is_refused():
     """NVML that does not start is one clear line."""
-    nvml = Recorded()
-    nvml.nvmlInit = lambda: (_ for _ in ()).throw(Recorded.NVMLError("Driver Not Loaded"))
+    nvml = StandIn()
+    nvml.nvmlInit = lambda: (_ for _ in ()).throw(StandIn.NVMLError("Driver Not Loaded"))
     with pytest.raises(ValueError, match="the NVIDIA driver does not answer: Driver Not Loaded"):
         gpus.read_machine(nvml)
 
@@ -152,7 +152,7 @@ def test_the_rows_about_gpus(tiny_kimi, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.version.cuda", "13.0")
     table = preflight.Table()
     wanted = options(tiny_kimi, tmp_path, tmp_path, tp_size=2)
-    preflight.examine_gpus(table, gpus.read_machine(Recorded(capability=(12, 0))), wanted, Target.open(tiny_kimi))
+    preflight.examine_gpus(table, gpus.read_machine(StandIn(capability=(12, 0))), wanted, Target.open(tiny_kimi))
     rows = {name: (verdict, found) for name, verdict, found in table.rows}
     assert rows["GPU memory"][0] == rows["driver"][0] == "ok"
     assert rows["attention"] == ("ok", "compute capability 12.0: TRITON_MLA, the only dense MLA kernel for SM120")
