@@ -21,7 +21,10 @@ H200_TOTAL = 150_754_820_096  # 140.4 GiB
 
 
 class StandIn:
-    """Stands for the module pynvml: two H200s, a process on the second. Made-up values in the form that NVML documents; none was read off a card."""
+    """Stands for the module pynvml: two H200s, a process on the second.
+
+    Made-up values in the form that NVML documents; none was read off a card.
+    """
 
     class NVMLError(Exception):
         pass
