@@ -60,12 +60,12 @@ def parser() -> cli.Parser:
     )
     add(
         "--min-kept",
-        type=float,
+        type=cli.percent,
         default=0.0,
         metavar="PERCENT",
         help="fail when less of the rows can be used (default: 0, one row is enough)",
     )
-    add("--show", type=int, default=0, metavar="N", help="print the first N samples, supervised text marked")
+    add("--show", type=cli.natural, default=0, metavar="N", help="print the first N samples, supervised text marked")
     add("--workers", type=cli.positive_int, metavar="N", help="processes (default: as many as cores, fewer if little)")
     add("--overwrite", action="store_true", help="replace what the output folder holds")
     return p

@@ -34,18 +34,18 @@ def add_learning(group: argparse._ArgumentGroup) -> None:
     add("--ttt-steps", type=cli.positive_int, default=7, metavar="N", help="steps of the training-time test (7)")
     add("--epochs", type=cli.positive_int, default=10, metavar="N", help="passes over the samples (10)")
     add("--max-steps", type=cli.positive_int, metavar="N", help="end after N optimizer steps (default: all epochs)")
-    add("--lr", type=float, default=1e-4, metavar="X", help="peak learning rate (1e-4)")
-    add("--warmup-fraction", type=float, default=0.05, metavar="X", help="share of the steps that warm up (0.05)")
+    add("--lr", type=cli.positive, default=1e-4, metavar="X", help="peak learning rate (1e-4)")
+    add("--warmup-fraction", type=cli.share, default=0.05, metavar="X", help="share of the steps that warm up (0.05)")
     add("--batch-tokens", type=cli.positive_int, default=8192, metavar="N", help="tokens of a pack (8192)")
     add("--grad-accumulation", type=cli.positive_int, default=1, metavar="N", help="packs a rank and step (1)")
-    add("--max-grad-norm", type=float, default=1.0, metavar="X", help="gradients are clipped to this norm (1.0)")
-    add("--weight-decay", type=float, default=0.0, metavar="X", help="of the matrices (0)")
+    add("--max-grad-norm", type=cli.positive, default=1.0, metavar="X", help="gradients are clipped to this norm (1.0)")
+    add("--weight-decay", type=cli.not_negative, default=0.0, metavar="X", help="of the matrices (0)")
     add("--optimizer", choices=("adamw", "muon"), default="adamw", help="muon: for the matrices, AdamW for the rest")
     add("--loss", choices=("kl", "ce", "lk"), default="kl", help="against the target's distribution (kl)")
-    add("--seed", type=int, default=0, metavar="N", help="of the first weights and the order of the samples (0)")
+    add("--seed", type=cli.natural, default=0, metavar="N", help="of the first weights and the samples' order (0)")
     add(
         "--eval-fraction",
-        type=float,
+        type=cli.share,
         default=0.05,
         metavar="X",
         help="share of the samples held out, 0 for none (0.05)",

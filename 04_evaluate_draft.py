@@ -25,7 +25,7 @@ def parser() -> cli.Parser:
     p.add_argument("--concurrency", type=cli.positive_int, default=1, metavar="N", help="answers at a time (1)")
     p.add_argument("--limit", type=cli.positive_int, metavar="N", help="only the first N prompts of each file")
     p.add_argument("--output", type=Path, metavar="FILE.json", help="where the figures go as JSON")
-    p.add_argument("--min-acceptance", type=float, metavar="X", help="fail below this acceptance length")
+    p.add_argument("--min-acceptance", type=cli.positive, metavar="X", help="fail below this acceptance length")
     p.add_argument("--tp-size", type=cli.positive_int, default=1, metavar="N", help="GPUs of the engine (1)")
     p.add_argument("--gpu-memory-utilization", type=cli.fraction, default=0.9, metavar="SHARE", help="of each GPU")
     p.add_argument(

@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
         known = {s[2:]: a for s, a in self._option_string_actions.items() if s.startswith("--")}
         arguments: list[str] = []
         for key, value in config_values(path, self.stage).items():
-            name = key.replace("_", "-")
+            name = str(key).replace("_", "-")
             if name not in known or name in ("config", "help", "version"):
                 raise ValueError(f"{path}: unknown key {key!r} for {self.prog}: its flags are {', '.join(known)}")
             arguments += _as_arguments(name, value, known[name])
@@ -68,7 +68,7 @@ def config_values(path: Path, stage: str) -> dict[str, Any]:
 
     try:
         content = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected `flag: value` lines, found {type(content).__name__}")
@@ -107,6 +107,41 @@ def fraction(text: str) -> float:
     value = float(text)
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"expected a number above 0 and at most 1, found {text}")
+    return value
+
+
+def share(text: str) -> float:
+    """An argparse type: a number from 0 to 1."""
+    return _within(text, 0, 1, "a number from 0 to 1")
+
+
+def positive(text: str) -> float:
+    """An argparse type: a finite number above 0."""
+    return _within(text, sys.float_info.min, sys.float_info.max, "a number above 0")
+
+
+def not_negative(text: str) -> float:
+    """An argparse type: a finite number of at least 0."""
+    return _within(text, 0, sys.float_info.max, "a number of at least 0")
+
+
+def percent(text: str) -> float:
+    """An argparse type: a number from 0 to 100."""
+    return _within(text, 0, 100, "a number from 0 to 100")
+
+
+def _within(text: str, least: float, most: float, expected: str) -> float:
+    value = float(text)
+    if not least <= value <= most:  # NaN is in no range
+        raise argparse.ArgumentTypeError(f"expected {expected}, found {text}")
+    return value
+
+
+def natural(text: str) -> int:
+    """An argparse type: a whole number of at least 0."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, found {text}")
     return value
 
 
