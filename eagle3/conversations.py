@@ -351,7 +351,10 @@ def _turns(row: Mapping[str, Any], format: str) -> list[Any]:
 def _alpaca(row: Mapping[str, Any]) -> list[Message]:
     """instruction, input, output, and LLaMA-Factory's `history` of [question, answer] pairs."""
     question = "\n".join(str(row[k]) for k in ("instruction", "input") if row.get(k))
-    turns = [turn for pair in row.get("history") or () for turn in _pair(pair)]
+    history = row.get("history") or []
+    if not isinstance(history, list):
+        raise Drop("bad_conversation", f"history must be a list, found {type(history).__name__}")
+    turns = [turn for pair in history for turn in _pair(pair)]
     answer = _first(row, ("output", "response"))
     return [*turns, _user(question), *([] if answer is None else [_assistant(answer)])]
 
@@ -397,6 +400,8 @@ def _json_string(text: str, reason: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise Drop(reason, f"{error} in {text[:40]!r}") from None
+    except RecursionError:
+        raise Drop(reason, f"nested too deeply: {text[:40]!r}") from None
 
 
 def _tokens(row: Mapping[str, Any]) -> Tokens:
@@ -405,6 +410,8 @@ def _tokens(row: Mapping[str, Any]) -> Tokens:
         raise Drop("bad_tokens", "input_ids must be a list of token ids")
     if not isinstance(mask, list) or len(mask) != len(ids) or not all(m in (0, 1) for m in mask):
         raise Drop("bad_tokens", f"loss_mask must hold {len(ids)} entries of 0 or 1, one for each of input_ids")
+    if not isinstance(row.get("tokenizer", ""), str | None):
+        raise Drop("bad_tokens", f"tokenizer must be a hash, found {row['tokenizer']!r:.40}")
     key = _key([ids, mask])
     return Tokens(
         input_ids=ids,
@@ -422,7 +429,7 @@ def _message(turn: Any, roles: Mapping[str, str]) -> Message:
     if not isinstance(turn, dict):
         raise Drop("bad_conversation", f"expected a turn with role and content, found {type(turn).__name__}")
     name = _first(turn, ("role", "from"))
-    if name not in roles:
+    if not isinstance(name, str) or name not in roles:
         raise Drop("unknown_role", repr(name))
     role = roles[name]
     content, reasoning = _content(_first(turn, ("content", "value")))
@@ -473,6 +480,8 @@ def _answer(turn: Mapping[str, Any], content: Any, reasoning: str) -> Message:
     calls = turn.get("tool_calls") or ([turn["function_call"]] if turn.get("function_call") else [])
     if isinstance(calls, str):
         calls = _json_string(calls, "bad_tool_call")
+    if not isinstance(calls, list):
+        raise Drop("bad_tool_call", f"expected a list of calls, found {type(calls).__name__}")
     if calls:
         message["tool_calls"] = [_tool_call(c) for c in calls]
     return message

@@ -301,3 +301,26 @@ def test_prompts(tmp_path):
     assert drops.counts == {"no_user_turn": 1}
     with pytest.raises(ValueError, match="p.jsonl:4: not a prompt: no_user_turn"):
         list(read_prompts([path]))
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ({"messages": [{"role": ["user"], "content": "hi"}, HI[1]]}, "unknown_role"),
+        ({"messages": [{"role": {}, "content": "hi"}, HI[1]]}, "unknown_role"),
+        ({"messages": [HI[0], HI[1] | {"tool_calls": 3}]}, "bad_tool_call"),
+        ({"messages": [HI[0], HI[1] | {"tool_calls": {"a": 1}}]}, "bad_tool_call"),
+        ({"messages": [HI[0], HI[1] | {"tool_calls": DEEP}]}, "bad_tool_call"),
+        ({"messages": DEEP}, "bad_conversation"),
+        ({"messages": HI, "tools": DEEP}, "bad_tools"),
+        ({"instruction": "hi", "output": "yo", "history": 3}, "bad_conversation"),
+        ({"input_ids": [1, 2], "loss_mask": [0, 1], "tokenizer": {"a": 1}}, "bad_tokens"),
+    ],
+)
+def test_a_field_of_another_type_drops_its_row_alone(content, reason):
+    """One odd row among millions is counted under a reason; it must not end the run."""
+    assert dropped(content) == reason
+    assert dropped(json.dumps(content).encode()) == reason
