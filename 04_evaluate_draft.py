@@ -35,8 +35,11 @@ def parser() -> cli.Parser:
 
 
 def check(args: argparse.Namespace) -> "tuple[Evaluation, Path | None]":
+    from eagle3 import files
     from eagle3.evaluate import Options, plan_evaluation
 
+    if args.output:
+        files.check_file("--output", args.output, args.prompts)
     flags: dict[str, Any] = {k: v for k, v in vars(args).items() if k in Options.__dataclass_fields__}
     return plan_evaluation(Options(**flags)), args.output
 

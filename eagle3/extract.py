@@ -195,6 +195,8 @@ def plan(options: Options, target: Target, rows: list[prepared.Row], data: dict[
 
 
 def _check_flags(options: Options, target: Target) -> None:
+    if options.folder.resolve() == options.prepared_data.parent.resolve():
+        raise ValueError(f"--output-dir {options.folder}: holds the prepared data itself; choose another folder")
     if target.num_heads % options.tp_size:
         raise ValueError(
             f"--tp-size {options.tp_size}: does not divide the target's {target.num_heads} attention heads"
@@ -281,18 +283,13 @@ def check_disk(extraction: Extraction, missing: list[int], reclaimed: int = 0) -
     ValueError if the need is larger.
     """
     need = int(extraction.tokens_of(missing) * extraction.token_bytes * DISK_MARGIN)
-    free = shutil.disk_usage(existing(extraction.folder)).free + reclaimed
+    free = shutil.disk_usage(files.existing(extraction.folder)).free + reclaimed
     tokens = extraction.tokens_of(missing)
     if need > free:
         raise ValueError(f"--output-dir {extraction.folder}: needs {need:,} bytes, the disk has {free:,} free")
     return (
         f"need {need / 1e9:,.2f} GB ({tokens:,} tokens x {extraction.token_bytes:,} bytes), free {free / 1e9:,.2f} GB"
     )
-
-
-def existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
-    return next(p for p in (folder.resolve(), *folder.resolve().parents) if p.exists())
 
 
 def extract(

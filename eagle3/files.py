@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,27 @@ def atomic(path: Path) -> Iterator[Path]:
         publish(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    return next(p for p in (folder.resolve(), *folder.resolve().parents) if p.exists())
+
+
+def check_folder(flag: str, folder: Path) -> None:
+    """ValueError naming the flag if the folder is not there, writable, and could not be made."""
+    above = existing(folder)
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise ValueError(f"{flag} {folder}: {above} is not a folder that this user can write to")
+
+
+def check_file(flag: str, path: Path, inputs: Iterable[Path] = ()) -> None:
+    """ValueError naming the flag if no file could be written at `path`, or if it is one of the inputs."""
+    if path.is_dir():
+        raise ValueError(f"{flag} {path}: is a folder; name a file")
+    if path.resolve() in {p.resolve() for p in inputs}:
+        raise ValueError(f"{flag} {path}: is an input of this very run; name another file")
+    check_folder(flag, path.parent)
 
 
 @contextmanager

@@ -86,6 +86,7 @@ class Generation:
 
 def plan_generation(options: Options, *, overwrite: bool = False) -> Generation:
     """Read and render the prompts and check them against the target. ValueError names what does not fit."""
+    files.check_file("--output", options.output, conversations.expand(options.input))
     target = Target.open(options.model_path)
     model_chat = chat.load(target, options.trust_remote_code, options.chat_template_kwargs)
     connected = server.connect(options.base_url) if options.base_url else None

@@ -162,9 +162,7 @@ def _cuda_compiler() -> str:
 
 
 def _folder(folder: Path, extraction: Extraction | None, overwrite: bool) -> str:
-    above = extract.existing(folder)
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise ValueError(f"--output-dir {folder}: {above} is not a folder that this user can write to")
+    files.check_folder("--output-dir", folder)
     if pid := files.holder(folder):
         raise ValueError(f"--output-dir {folder}: another run writes there (process {pid})")
     if extraction and not overwrite:

@@ -95,6 +95,7 @@ class Run:
 def plan_run(args: argparse.Namespace) -> Run:
     """Check the flags of 03_train_draft.py against target and hidden states. ValueError names what does not fit."""
     settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
+    files.check_folder("--output-dir", args.output_dir)
     target = Target.open(args.model_path)
     states = HiddenStates.open(args.hidden_states, target)
     check_fit(states.data, settings.batch_tokens)
