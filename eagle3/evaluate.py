@@ -100,10 +100,11 @@ def read_draft_config(draft: Path) -> dict[str, Any]:
         if not (draft / name).is_file():
             raise ValueError(f"--draft {draft}: has no {name}; give the `draft` folder that 03_train_draft.py wrote")
     config = files.read_json(draft / "config.json")
-    if config.get("speculators_model_type") != "eagle3":
-        raise ValueError(
-            f"--draft {draft}: expected speculators_model_type 'eagle3', found {config.get('speculators_model_type')!r}"
-        )
+    found = config.get("speculators_model_type") if isinstance(config, dict) else None
+    if found != "eagle3":
+        raise ValueError(f"--draft {draft}: expected speculators_model_type 'eagle3', found {found!r}")
+    if missing := [key for key in ("speculators_config", "transformer_layer_config") if key not in config]:
+        raise ValueError(f"--draft {draft}: its config.json has no {missing[0]!r}; export it again with stage 3")
     return config
 
 

@@ -74,6 +74,17 @@ def test_the_same_settings_are_not_measured_twice(tmp_path, monkeypatch, capsys)
             lambda draft: [(draft / n).write_text("{}") for n in ("config.json", "model.safetensors")],
             "expected speculators_model_type 'eagle3', found None",
         ),
+        (
+            lambda draft: [(draft / n).write_text("[]") for n in ("config.json", "model.safetensors")],
+            "expected speculators_model_type 'eagle3', found None",
+        ),
+        (
+            lambda draft: [
+                (draft / n).write_text('{"speculators_model_type": "eagle3"}')
+                for n in ("config.json", "model.safetensors")
+            ],
+            "its config.json has no 'speculators_config'",
+        ),
     ],
 )
 def test_a_folder_that_is_no_draft_is_refused(tmp_path, make, said):
