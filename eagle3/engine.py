@@ -4,15 +4,14 @@ vllm is imported inside the functions, so that a script's `--help` and its check
 """
 
 import logging
-import multiprocessing
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from eagle3.target import Target
 
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
 
+Answer = TypeVar("Answer")
 ALIVE_EVERY_S = 1.0  # how often a waiting caller looks whether the engine is alive
 CPU_KV_CACHE_GIB = 2  # --gpu-memory-utilization means a share of the GPU; CPU memory is shared with other programs
 STUB_TOKENIZER = Path(__file__).parent / "stub_tokenizer"
@@ -132,7 +132,7 @@ def steps(llm: "LLM", requests: Iterable[Request], ahead: int) -> Iterator["Requ
             queued += len(request.prompt_ids)
         if not llm.llm_engine.has_unfinished_requests():
             return
-        for output in llm.llm_engine.step():
+        for output in _while_alive(llm, llm.llm_engine.step, "a step"):
             if output.finished:
                 queued -= len(output.prompt_token_ids)
             yield output
@@ -144,23 +144,31 @@ def stream(llm: "LLM", requests: Iterable[Request], ahead: int) -> Iterator["Req
 
 
 def call_workers(llm: "LLM", method: str, *args: Any) -> list[Any]:
-    """What every worker's `method` returns. RuntimeError if the engine dies before it has answered.
+    """What every worker's `method` returns. RuntimeError if the engine dies before it has answered."""
+    return _while_alive(llm, lambda: llm.collective_rpc(method, args=args), method)
 
-    vLLM's own collective_rpc would wait for ever for the answer of an engine that is gone.
-    """
-    engines, answer = multiprocessing.active_children(), Future()
+
+def _while_alive(llm: "LLM", call: Callable[[], Answer], what: str) -> Answer:
+    """The result of `call`. RuntimeError if the engine was killed: vLLM would leave the caller waiting for ever."""
+    answer: Future[Answer] = Future()
 
     def ask() -> None:
         try:
-            answer.set_result(llm.collective_rpc(method, args=args))
+            answer.set_result(call())
         except BaseException as error:
             answer.set_exception(error)
 
     threading.Thread(target=ask, daemon=True).start()
     while not wait([answer], timeout=ALIVE_EVERY_S).done:
-        if engines and not any(process.is_alive() for process in engines):
-            raise RuntimeError(f"the engine's process ended before it answered {method}")
+        if _is_dead(llm):
+            raise RuntimeError(f"the engine's process ended before it answered {what}")
     return answer.result()
+
+
+def _is_dead(llm: "LLM") -> bool:
+    """What vLLM's own monitor of the engine's processes says."""
+    resources = getattr(llm.llm_engine.engine_core, "resources", None)
+    return bool(resources and resources.engine_dead)
 
 
 def stop(llm: "LLM") -> None:

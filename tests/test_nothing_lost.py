@@ -3,14 +3,12 @@ states (tests/replay.py); the driver, the writer, the files and the resume are t
 
 import dataclasses
 import json
-import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -254,13 +252,21 @@ def test_a_dead_engine_names_the_samples_in_flight(planned, monkeypatch):
 
 
 def test_no_call_waits_for_a_dead_engine():
-    """vLLM's own call to its workers never returns once the engine's process is gone; ours ends with an error."""
-    child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
-    child.start()
-    llm = SimpleNamespace(collective_rpc=lambda method, args: threading.Event().wait())
-    threading.Timer(0.5, child.kill).start()
+    """vLLM's own calls never return once the engine's process is gone; ours end with an error, for a call to the
+    workers and for a step alike, once vLLM's monitor has seen the death."""
+
+    def never(*_args, **_kwargs):
+        threading.Event().wait()
+
+    resources = SimpleNamespace(engine_dead=False)
+    core = SimpleNamespace(resources=resources)
+    llm_engine = SimpleNamespace(engine_core=core, step=never, has_unfinished_requests=lambda: True)
+    llm = SimpleNamespace(collective_rpc=never, llm_engine=llm_engine)
+    threading.Timer(0.5, lambda: setattr(resources, "engine_dead", True)).start()
     with pytest.raises(RuntimeError, match="the engine's process ended before it answered capture_status"):
         engine.call_workers(llm, "capture_status")
+    with pytest.raises(RuntimeError, match="the engine's process ended before it answered a step"):
+        list(engine.steps(llm, [], 1))
 
 
 def test_a_log_line_and_the_status_say_how_far_it_is(planned, monkeypatch, capsys):
