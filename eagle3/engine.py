@@ -79,8 +79,9 @@ def start(model: Path, *, tp_size: int, gpu_memory_utilization: float, max_model
     prepare_environment(tp_size)
     from vllm import LLM
 
-    # vLLM warms up a chat template even where there is no tokenizer, and logs a traceback about it
-    logging.getLogger("vllm.renderers.base").setLevel(logging.ERROR)
+    # vLLM warms up a chat template even where there is no tokenizer, and logs a traceback about it. A filter: vLLM
+    # configures its loggers once more when it starts, which resets their levels
+    logging.getLogger("vllm.renderers.base").addFilter(_is_no_warm_up)
 
     arguments: dict[str, Any] = {
         "model": str(model),
@@ -94,6 +95,10 @@ def start(model: Path, *, tp_size: int, gpu_memory_utilization: float, max_model
     else:
         arguments["gpu_memory_utilization"] = gpu_memory_utilization
     return LLM(**arguments | more)
+
+
+def _is_no_warm_up(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Chat template warmup failed")
 
 
 def _understands(argument: str) -> bool:
