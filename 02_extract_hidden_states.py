@@ -38,6 +38,7 @@ def parser() -> cli.Parser:
         "--part", type=part, metavar="I/N", help="only every N-th sample from the I-th on, in DIR/part-I-of-N"
     )
     p.add_argument("--ray-address", metavar="ADDRESS", help="one engine for every --tp-size GPUs of this Ray cluster")
+    p.add_argument("--compile", action="store_true", help="compile the target; its first step is checked against eager")
     p.add_argument("--overwrite", action="store_true", help="delete what an earlier run wrote to --output-dir")
     mode = p.add_mutually_exclusive_group()
     mode.add_argument("--check-only", action="store_true", help="stop after the checks, before the target loads")
@@ -60,7 +61,7 @@ def check(args: argparse.Namespace) -> "tuple[Extraction, argparse.Namespace]":
     from eagle3.preflight import require
 
     names = ("model_path", "prepared_data", "output_dir", "batch_size", "max_seq_len", "tp_size",
-             "gpu_memory_utilization", "layer_ids", "storage_dtype", "part", "ray_address")  # fmt: skip
+             "gpu_memory_utilization", "layer_ids", "storage_dtype", "part", "ray_address", "compile")  # fmt: skip
     options = Options(**{name: getattr(args, name) for name in names})
     return require(options, overwrite=args.overwrite), args
 

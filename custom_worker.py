@@ -41,13 +41,12 @@ class HiddenStatesWorker(PlatformWorker):
         self.sink: ShardSink | None = None  # rank 0's
         self.pending_check: capture.PendingCheck | None = None
         self.witness: selfcheck.LayerWitness | None = None
+        self.witnessed = False
         threading.Thread(target=_die_with, args=(self.plan.driver_pid,), daemon=True).start()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         self.route = capture.open_route(self.model_runner, self.aux_ids(self.plan.layer_ids))
-        if self.vllm_config.model_config.enforce_eager:
-            self.witness = selfcheck.LayerWitness(self.route.decoder.layers, self.plan.layer_ids)
         if self.rank == 0:
             print(f"capture route: {self.route.name}", flush=True)
             form = self.plan.shard_format(self.vllm_config.model_config.get_hidden_size())
@@ -62,6 +61,9 @@ class HiddenStatesWorker(PlatformWorker):
     @torch.inference_mode()
     def execute_model(self, scheduler_output: "SchedulerOutput") -> Any:
         rows = self.tracker.schedule(scheduler_output)
+        if not self.witnessed and self.tracker.any_sample(rows):
+            compiled = not self.vllm_config.model_config.enforce_eager
+            self.witness = selfcheck.LayerWitness(self.route.decoder, self.plan.layer_ids, compiled=compiled)
         output = super().execute_model(scheduler_output)
         state = self.model_runner.execute_model_state
         if state is not None:
@@ -82,7 +84,7 @@ class HiddenStatesWorker(PlatformWorker):
         if self.witness is not None:
             self.tally.faults += self.witness.faults(layers)
             self.witness.remove()
-            self.witness = None
+            self.witness, self.witnessed = None, True
         if self.sink is not None and not self.tally.faults:
             self.sink.take(layers, spans)
         ended = [s for s in spans if s.ends]

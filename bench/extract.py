@@ -6,12 +6,15 @@
 plain: vLLM's own worker, the same engine arguments. ours: states captured, checked, and whole shards written and
 flushed under --output (the time ends when the last one has its name). fp8: ours with --storage-dtype fp8. connector:
 vLLM's own `extract_hidden_states` (GPU only). Each runs in a process of its own, after a warm-up batch, `--rounds`
-times in turn; the table has medians. --kimi-width: random weights of a DeepseekV3 of Kimi's width (7168, 6 layers,
+times in turn; the table has medians. --compile: all of them with the target compiled. Where --output is on a disk that
+is slower than prefill, ours can be no faster than it: the disk's rate is measured with files of the same size, before
+and after. --kimi-width: random weights of a DeepseekV3 of Kimi's width (7168, 6 layers,
 32 experts).
 """
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -19,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -43,6 +47,7 @@ KIMI_WIDTH = {
     },
 }  # fmt: skip
 WARM_UP = 8  # samples
+DISK_FILES = 3
 
 
 def main() -> None:
@@ -52,10 +57,11 @@ def main() -> None:
         return
     model = args.model_path or kimi_width()
     results: dict[str, list[dict]] = {mode: [] for mode in args.modes}
+    disk = [write_rate(args.output)]
     for _ in range(args.rounds):
         for mode in args.modes:
             results[mode].append(in_own_process(mode, model))
-    report(args, results)
+    report(args, results, [*disk, write_rate(args.output)])
 
 
 def parse() -> argparse.Namespace:
@@ -69,6 +75,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("--output", type=Path, default=Path(tempfile.gettempdir()) / "bench-extract")
     p.add_argument("--modes", nargs="+", default=["plain", "ours"], choices=["plain", "ours", "fp8", "connector"])
     p.add_argument("--rounds", type=int, default=1)
+    p.add_argument("--compile", action="store_true")
     p.add_argument("--mode", help=argparse.SUPPRESS)
     return p.parse_args()
 
@@ -92,6 +99,27 @@ def in_own_process(mode: str, model: Path) -> dict:
     return json.loads(lines[0].removeprefix("RESULT "))
 
 
+def write_rate(folder: Path) -> float:
+    """Bytes/s at which DISK_FILES files of a shard's size get into `folder` and onto its disk, one thread each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    block = os.urandom(1 << 24)
+
+    def write(index: int) -> None:
+        with open(folder / f"rate-{index}", "wb") as file:
+            for _ in range(extract.SHARD_BYTES // len(block)):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(write, range(DISK_FILES)))
+    seconds = time.perf_counter() - start
+    for index in range(DISK_FILES):
+        (folder / f"rate-{index}").unlink()
+    return DISK_FILES * extract.SHARD_BYTES / seconds
+
+
 def planned(args: argparse.Namespace) -> extract.Extraction:
     """Random samples as an extraction, without files."""
     target = Target.open(args.model_path)
@@ -102,7 +130,7 @@ def planned(args: argparse.Namespace) -> extract.Extraction:
     options = extract.Options(
         model_path=args.model_path, prepared_data=Path("none"), output_dir=args.output, batch_size=args.batch_size,
         max_seq_len=args.tokens, layer_ids=layer_ids, storage_dtype="fp8" if args.mode == "fp8" else "auto",
-        load_format="auto" if list(args.model_path.glob("*.safetensors")) else "dummy",
+        compile=args.compile, load_format="auto" if list(args.model_path.glob("*.safetensors")) else "dummy",
     )  # fmt: skip
     return extract.plan(options, target, rows, {"data_sha256": "random"})
 
@@ -176,17 +204,19 @@ START = {"plain": start_plain, "ours": extract.start_engine, "fp8": extract.star
 RUN = {"plain": prefill, "ours": run_ours, "fp8": run_ours, "connector": prefill}
 
 
-def report(args: argparse.Namespace, results: dict[str, list[dict]]) -> None:
+def report(args: argparse.Namespace, results: dict[str, list[dict]], disk: list[float]) -> None:
     print(f"{args.samples} samples x {args.tokens} tokens, {args.batch_size} a step, medians of {args.rounds}, "
           f"{engine.versions()}")  # fmt: skip
     rates = {m: statistics.median(r.get("tokens_per_s", 0) for r in rs) for m, rs in results.items()}
-    print(f"{'':<10} {'tokens/s':>10}  {'of plain':>8}  {'written GB':>10}")
+    print(f"{'':<10} {'tokens/s':>10}  {'of plain':>8}  {'written GB':>10}  {'GB/s':>6}")
     for mode, runs in results.items():
         if failed := [r["failed"] for r in runs if "failed" in r]:
             print(f"{mode:<10} failed: {failed[0]}")
             continue
         share = rates[mode] / rates["plain"] if rates.get("plain") else float("nan")
-        print(f"{mode:<10} {rates[mode]:>10,.0f}  {share:>8.1%}  {runs[-1]['written_gb']:>10.2f}")
+        gb, seconds = runs[-1]["written_gb"], statistics.median(r["seconds"] for r in runs)
+        print(f"{mode:<10} {rates[mode]:>10,.0f}  {share:>8.1%}  {gb:>10.2f}  {gb / seconds:>6.2f}")
+    print(f"disk: {min(disk) / 1e9:.2f} to {max(disk) / 1e9:.2f} GB/s into {args.output}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ Rows of a step stand in the order of the input batch's request ids; a request's 
 computed tokens, so chunked prefill and preemption (which starts again at 0) are handled by position.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +86,10 @@ class RequestTracker:
             rows[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
         return rows | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+
+    def any_sample(self, request_ids: Iterable[str]) -> bool:
+        """Whether one of these requests is a sample's."""
+        return any(self._requests[request_id] for request_id in request_ids)
 
     def spans(
         self, batch_order: Sequence[str], num_scheduled: Mapping[str, int], rows: Mapping[str, int]

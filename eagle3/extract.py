@@ -51,6 +51,7 @@ class Options:
     storage_dtype: str = "auto"
     part: tuple[int, int] | None = None
     ray_address: str | None = None
+    compile: bool = False
     shard_bytes: int = SHARD_BYTES
     worker: str = WORKER
     load_format: str = "auto"  # of vLLM; "dummy" for random weights
@@ -185,6 +186,7 @@ def plan(options: Options, target: Target, rows: list[prepared.Row], data: dict[
             "max_seq_len": options.max_seq_len,
             "shard_bytes": options.shard_bytes,
             "part": "{}/{}".format(*options.part) if options.part else None,
+            "compile": options.compile,
         },
         "num_samples": len(rows),
         "num_tokens": sum(lengths),
@@ -333,7 +335,8 @@ def start_engine(extraction: Extraction, **changes: Any) -> "LLM":
     arguments = {
         "dtype": extraction.metadata["shared"]["engine_dtype"],
         "load_format": options.load_format,
-        "enforce_eager": True,
+        "enforce_eager": not options.compile,
+        "compilation_config": {"cudagraph_mode": "NONE"},  # graphs are for decoding: a prefill step is larger
         "enable_prefix_caching": False,
         "async_scheduling": False,
         "max_num_seqs": min(MAX_NUM_SEQS, options.step_tokens),

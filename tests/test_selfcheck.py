@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from eagle3 import capture, selfcheck
@@ -63,12 +64,32 @@ class Layer(torch.nn.Module):
         return hidden + self.step, residual * 2
 
 
+class Decoder(torch.nn.Module):
+    """Four layers; called, it is `compiled` unless `do_not_compile`, as vLLM's support_torch_compile makes a model."""
+
+    def __init__(self, compiled=None):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer(i) for i in range(4))
+        self.do_not_compile = False
+        self.compiled = compiled
+
+    def forward(self, hidden):
+        hidden, residual, captured = hidden.add_(0), torch.ones_like(hidden), []
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual)
+            captured.append(hidden + residual)
+        return hidden, captured[1:3]
+
+    def __call__(self, hidden):
+        return self.forward(hidden) if self.do_not_compile else self.compiled(hidden)
+
+
 def test_witness_sees_each_layer_itself():
     """Outputs of layers 1 and 2 are hidden + residual after them; a neighbour's output and a lost layer are named."""
-    layers = torch.nn.ModuleList(Layer(i) for i in range(4))
-    witness = selfcheck.LayerWitness(layers, [1, 2])
+    decoder = Decoder()
+    witness = selfcheck.LayerWitness(decoder, [1, 2], compiled=False)
     hidden, residual, outputs = torch.zeros(2, 3), torch.ones(2, 3), []
-    for layer in layers:
+    for layer in decoder.layers:
         hidden, residual = layer(hidden, residual)
         outputs.append(hidden + residual)
     assert witness.faults([outputs[1], outputs[2]]) == []
@@ -76,6 +97,29 @@ def test_witness_sees_each_layer_itself():
         "layer 2: what was captured is not what decoder layer 2 put out"
     ]
     assert witness.faults([outputs[1]]) == ["the target returned 1 layers, 2 were asked for"]
+
+
+def test_a_compiled_target_is_witnessed_eagerly_and_compared():
+    """The first step gives the eager states, which the hooks saw; a compiled layer 2 that is 10% off is named, and the
+    steps after it are compiled again."""
+    plain = Decoder()
+    compiled = Decoder(lambda hidden: (hidden, [(s := plain.forward(hidden)[1])[0], s[1] * 1.1]))
+    witness = selfcheck.LayerWitness(compiled, [1, 2], compiled=True)
+    _, states = compiled(torch.zeros(5, 3))
+    assert [s[0, 0].item() for s in states] == [1 + 4, 3 + 8]
+    assert witness.faults(states) == [
+        "layer 2: the compiled target gives states that differ from the eager one's by 1.0e-01 in half of the rows "
+        "(allowed 1e-03); run without --compile"
+    ]
+    witness.remove()
+    assert compiled(torch.zeros(5, 3))[1][1][0, 0].item() == pytest.approx(11 * 1.1)
+
+
+def test_a_row_that_a_router_sent_elsewhere_is_no_wrong_layer():
+    """Two rows of five differ altogether: the median of the relative differences is that of the other three, 0.5."""
+    expected = torch.ones(5, 4)
+    found = expected * torch.tensor([1.5, 1.5, 1.5, 9, 9])[:, None]
+    assert selfcheck.relative_difference(expected, found) == pytest.approx(0.5)
 
 
 def test_a_warm_up_belongs_to_nobody():
