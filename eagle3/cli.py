@@ -21,20 +21,32 @@ DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 Plan = TypeVar("Plan")
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser of one stage, whose errors are one line and whose flags may stand in a YAML file."""
+class Tool(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
 
-    def __init__(self, stage: str, doc: str) -> None:
-        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-        assert stage in STAGES, stage
-        self.stage = stage
-        self.add_argument("--version", action="version", version=f"eagle3-train {__version__}")
-        self.add_argument(
-            "--config", type=Path, metavar="FILE.yaml", help="flags from a YAML file; a flag given here wins"
+    def __init__(self, prog: str | None, doc: str | None) -> None:
+        super().__init__(
+            prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
         )
+        self.add_argument("--version", action="version", version=f"eagle3-train {__version__}")
 
     def error(self, message: str) -> NoReturn:
         self.exit(REFUSED, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+    def parse(self, argv: list[str] | None = None) -> argparse.Namespace:
+        return self.parse_args(argv)
+
+
+class Parser(Tool):
+    """The argument parser of one stage, whose flags may stand in a YAML file."""
+
+    def __init__(self, stage: str, doc: str) -> None:
+        super().__init__(None, doc)
+        assert stage in STAGES, stage
+        self.stage = stage
+        self.add_argument(
+            "--config", type=Path, metavar="FILE.yaml", help="flags from a YAML file; a flag given here wins"
+        )
 
     def parse(self, argv: list[str] | None = None) -> argparse.Namespace:
         """The arguments of `argv` over those of its `--config` file, checked by the same rules."""
@@ -156,7 +168,7 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def add_model(parser: Parser, *, required: bool = True) -> None:
+def add_model(parser: Tool, *, required: bool = True) -> None:
     """The two flags that name a target."""
     parser.add_argument("--model-path", type=Path, required=required, metavar="DIR", help="the target's folder")
     parser.add_argument(
@@ -166,7 +178,7 @@ def add_model(parser: Parser, *, required: bool = True) -> None:
     )
 
 
-def run(parser: Parser, check: Callable[[argparse.Namespace], Plan], work: Callable[[Plan], None]) -> NoReturn:
+def run(parser: Tool, check: Callable[[argparse.Namespace], Plan], work: Callable[[Plan], None]) -> NoReturn:
     """Parse, check, work; exit with the code that says how far it came."""
     args = parser.parse()
     code = REFUSED
@@ -192,6 +204,6 @@ def describe(error: BaseException) -> str:
     return str(error) or f"{type(error).__name__} without a message"
 
 
-def _last_line(parser: Parser, text: str) -> None:
+def _last_line(parser: Tool, text: str) -> None:
     sys.stdout.flush()
     print(f"{parser.prog}: {text}", file=sys.stderr, flush=True)

@@ -6,11 +6,16 @@ from types import TracebackType
 
 from tqdm import tqdm
 
+from eagle3 import status
+
 EVERY_S = 5.0
 
 
 class Progress:
-    """Counts `unit`s of `total`. Use as a context manager; `update(n)` after each piece of work."""
+    """Counts `unit`s of `total`. Use as a context manager; `update(n)` after each piece of work.
+
+    The stage's status file, if it keeps one, hears of it too (see `status.Status`).
+    """
 
     def __init__(self, what: str, total: int, unit: str, *, done: int = 0) -> None:
         self.what, self.total, self.unit = what, total, unit
@@ -29,6 +34,7 @@ class Progress:
             self.bar.update(n)
         elif time.monotonic() - self.last_line >= EVERY_S:
             self._print()
+        status.tell(self)
 
     @property
     def seconds(self) -> float:
@@ -66,6 +72,7 @@ class Progress:
             self.bar.close()
         else:
             self._print()
+        status.tell(self)
 
 
 def _clock(seconds: float) -> str:

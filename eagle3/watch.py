@@ -1,54 +1,48 @@
 """What an extraction says of itself: a line every few seconds in the log, status.json for scripts, sound counts."""
 
-import os
-import time
-from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from eagle3 import files
+from eagle3 import runs
 from eagle3.progress import Progress
+from eagle3.status import ENDED, Status
 
 if TYPE_CHECKING:
     from eagle3.extract import Extraction
 
-STATUS = "status.json"
-STATUS_EVERY_S = 5.0
+STATUS = runs.STATUS
 
 
 class Watch:
     """Counts a run over the shards `missing`; a context manager whose end says what became of every sample.
 
-    status.json has `state` (loading, extracting, stopping; done, stopped, failed), `samples` (input = written + skipped
-    + failed once the run has ended; a sample counts as written when its shard has its final name), `tokens`, rates,
-    `eta_s`, `self_check`, `last_error`, `process` and the time of the update.
+    status.json (see eagle3/status.py) has the states loading, extracting and stopping before done, stopped or failed;
+    `samples` (input = written + skipped + failed once the run has ended; a sample counts as written when its shard has
+    its final name), `gb_written`, `gb_per_s` and `self_check`.
     """
 
     def __init__(self, extraction: "Extraction", missing: list[int]) -> None:
         self._extraction, self._missing = extraction, missing
-        self._state, self._error = "loading", None
         self._done = len(extraction.rows) - extraction.samples_of(missing)
         self._rows_written, self._check = 0, ""
         self._progress: Progress | None = None
-        self._updated = 0.0
+        self._status = Status(extraction.folder / STATUS, "extract", "loading", self._own)
 
     def start(self) -> None:
         """The target is loaded: rates count from here."""
         total, todo = self._extraction.num_tokens, self._extraction.tokens_of(self._missing)
-        self._state = "extracting"
-        self._progress = Progress("extract", total, "tokens", done=total - todo)
-        self._write_status()
+        self._status.state = "extracting"
+        self._progress = self._status.work = Progress("extract", total, "tokens", done=total - todo)
+        self._status.write()
 
     def stopping(self) -> None:
-        self._state = "stopping"
+        self._status.state = "stopping"
 
     def sample_done(self, tokens: int) -> None:
         """One more sample has left the engine."""
         assert self._progress is not None
         self._done += 1
         self._progress.update(tokens, self._note())
-        if time.monotonic() - self._updated >= STATUS_EVERY_S:
-            self._write_status()
 
     def worker_says(self, rows_written: int, check: str) -> None:
         """What the worker last reported: rows in files, and the self-check's line."""
@@ -62,7 +56,7 @@ class Watch:
         return {"input": total, "skipped": total - todo, "written": todo - failed, "failed": failed}
 
     def __enter__(self) -> "Watch":
-        self._write_status()
+        self._status.__enter__()
         return self
 
     def __exit__(
@@ -70,17 +64,12 @@ class Watch:
     ) -> None:
         if self._progress is not None:
             self._progress.__exit__(kind, error, trace)
-        if error is None:
-            self._state = "done"
-        else:
-            self._state = "stopped" if isinstance(error, InterruptedError | KeyboardInterrupt) else "failed"
-            self._error = f"{type(error).__name__}: {error}"
-        self._write_status()
-        counts = self.counts()
+        self._status.__exit__(kind, error, trace)
+        counts, stopped = self.counts(), self._status.state == "stopped"
         print(self._check or "self-check: no sample ran")
         print(
             f"samples: {counts['written']:,} written + {counts['skipped']:,} skipped (finished before) + "
-            f"{counts['failed']:,} {'failed' if self._state != 'stopped' else 'to do'} = {counts['input']:,} input; "
+            f"{counts['failed']:,} {'to do' if stopped else 'failed'} = {counts['input']:,} input; "
             f"under {self._extraction.folder}",
             flush=True,
         )
@@ -97,27 +86,15 @@ class Watch:
             f"{self._done:,}/{len(self._extraction.rows):,} samples  {written:.2f} GB  {rate:.2f} GB/s  {self._check}"
         )
 
-    def _write_status(self) -> None:
-        status: dict[str, Any] = {"state": self._state, "samples": self._samples()}
+    def _own(self) -> dict[str, Any]:
+        entries: dict[str, Any] = {"samples": self._samples()}
         if self._progress is not None:
             written, rate = self._gigabytes()
-            status |= {
-                "tokens": {"input": self._progress.total, "done": self._progress.done},
-                "tokens_per_s": self._progress.rate,
-                "eta_s": self._progress.eta_s,
-                "gb_written": written,
-                "gb_per_s": rate,
-            }
-        now = datetime.now().astimezone().isoformat(timespec="seconds")
-        status |= {"self_check": self._check, "last_error": self._error, "process": os.getpid(), "updated": now}
-        try:
-            files.write_json(self._extraction.folder / STATUS, status)
-        except OSError as error:  # a full disk must not hide what the run itself has to say
-            print(f"{STATUS}: not updated: {error}", flush=True)
-        self._updated = time.monotonic()
+            entries |= {"gb_written": written, "gb_per_s": rate}
+        return entries | {"self_check": self._check}
 
     def _samples(self) -> dict[str, int]:
         counts = self.counts()
-        if self._state not in ("done", "stopped", "failed"):
+        if self._status.state not in ENDED:
             counts["failed"] = 0
         return counts | {"done": self._done}

@@ -272,7 +272,7 @@ def test_no_call_waits_for_a_dead_engine():
 def test_a_log_line_and_the_status_say_how_far_it_is(planned, monkeypatch, capsys):
     """Samples and tokens done of all, rates, GB, and time left: in the log's line and in status.json (E11)."""
     monkeypatch.setattr("eagle3.progress.EVERY_S", 0)
-    monkeypatch.setattr("eagle3.watch.STATUS_EVERY_S", 0)
+    monkeypatch.setattr("eagle3.status.EVERY_S", 0)
     seen = []
     known = replay.random_states(4, 64)
 
