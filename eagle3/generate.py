@@ -17,10 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from eagle3 import chat, conversations, dialogues, engine, files, server
+from eagle3 import chat, conversations, dialogues, engine, files, runs, server
 from eagle3.conversations import Drops
 from eagle3.dialogues import Answer, Dialogue
 from eagle3.progress import Progress
+from eagle3.status import Status
 from eagle3.target import Target
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def _check_output(generation: Generation) -> None:
 def generate(generation: Generation) -> None:
     """Answer every conversation that is not finished yet, then write the output in the order of the input."""
     generation.part.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(generation.part) as file:
+    with _locked(generation.part) as file, Status(runs.status_beside(generation.options.output), "generate"):
         if generation.overwrite:
             file.truncate(0)
             generation.options.output.unlink(missing_ok=True)

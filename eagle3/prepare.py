@@ -23,9 +23,10 @@ from typing import IO, Any
 
 import numpy as np
 
-from eagle3 import __version__, chat, conversations, files, prepared, report, vocab
+from eagle3 import __version__, chat, conversations, files, prepared, report, runs, vocab
 from eagle3.conversations import Drop, Drops, Raw
 from eagle3.progress import Progress
+from eagle3.status import Status
 from eagle3.target import Target
 
 CHUNK_ROWS = 64
@@ -284,7 +285,7 @@ def clear(folder: Path) -> None:
 
 def run(plan: Plan) -> list[str]:
     """Prepare everything, write the output folder, and return the summary. ValueError if too little is usable."""
-    with files.locked(plan.output):
+    with files.locked(plan.output), Status(plan.output / runs.STATUS, "prepare"):
         clear(plan.output)
         tally = Tally(plan.target.vocab_size, plan.settings.max_seq_len)
         with files.atomic(plan.output / prepared.DATA) as temporary:

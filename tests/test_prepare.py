@@ -114,7 +114,7 @@ def test_d9_nothing_to_learn(script):
     assert code == 1 and "0 usable rows of 4; no dataset was written" in printed
     for reason in ("empty_conversation: 1", "no_user_turn: 1", "no_assistant_turn: 1", "empty_answer: 1"):
         assert reason in printed
-    assert [p.name for p in folder.iterdir()] == [".lock"]
+    assert {p.name for p in folder.iterdir()} == {".lock", "status.json"}
 
 
 def row_of_length(length: int) -> dict:
@@ -213,7 +213,7 @@ def test_min_kept(script):
     """Fewer usable rows than --min-kept percent: non-zero, no dataset."""
     code, folder, printed = script([GOOD, "{bad"], "--min-kept", "51")
     assert code == 1 and "only 50.0% of the rows are usable (--min-kept 51)" in printed
-    assert [p.name for p in folder.iterdir()] == [".lock"]
+    assert {p.name for p in folder.iterdir()} == {".lock", "status.json"}
     assert script([GOOD, "{bad"], "--min-kept", "50")[0] == 0
 
 
@@ -258,7 +258,7 @@ def test_fault_in_our_code_names_the_row(script, monkeypatch):
     monkeypatch.setattr(prepare.Rows, "_conversation", lambda *_: 1 / 0)
     code, folder, printed = script([GOOD])
     assert code == 1 and "in.jsonl:1: ZeroDivisionError: division by zero" in printed and "Traceback" in printed
-    assert [p.name for p in folder.iterdir()] == [".lock"]
+    assert {p.name for p in folder.iterdir()} == {".lock", "status.json"}
 
 
 def test_config_file(script, tmp_path):
@@ -282,7 +282,7 @@ def test_killed_worker_is_told(script, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "_work", die)
     code, folder, printed = script([GOOD], "--workers", "2")
     assert code == 1 and "a worker process was killed" in printed
-    assert [p.name for p in folder.iterdir()] == [".lock"]
+    assert {p.name for p in folder.iterdir()} == {".lock", "status.json"}
 
 
 @pytest.mark.parametrize(
