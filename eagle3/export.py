@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from eagle3 import files, layers
 from eagle3.checkpoint import flush_folder
 from eagle3.draft import Draft, DraftConfig
+from eagle3.exported import TARGET_FINGERPRINT, check_export
 from eagle3.target import EMBEDDING, Target
 from eagle3.vocab import DraftVocab
 
@@ -32,10 +33,14 @@ def export(
     layer_ids: Sequence[int],
     num_speculative_tokens: int,
     template_kwargs: dict[str, Any] | None = None,
-) -> None:
+    *,
+    publish: bool = True,
+) -> str | None:
     """Write the draft as `folder`, in place of what was there; the folder is whole as soon as it has its name.
 
-    `template_kwargs`: the settings of the chat template with which its data was made, for stage 4 to compare.
+    Before it gets that name it is read back (see `exported.check_export`): RuntimeError if it would not be served, and
+    then what was there stays. Returns what could not be checked. `template_kwargs`: the settings of the chat template
+    with which its data was made, for stage 4 to compare. `publish` False writes and checks only, and leaves nothing.
     """
     temporary = files.temporary_name(folder)
     shutil.rmtree(temporary, ignore_errors=True)
@@ -47,6 +52,14 @@ def export(
     files.write_json(temporary / "config.json", content)
     save_file(tensors(draft, vocab, dtype), temporary / "model.safetensors", {"format": "pt"})
     flush_folder(temporary)
+    unchecked = check_export(temporary)
+    if publish:
+        _replace(folder, temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
+    return unchecked
+
+
+def _replace(folder: Path, temporary: Path) -> None:
     replaced = folder.with_name(f".{folder.name}.replaced{files.TEMPORARY_SUFFIX}")
     shutil.rmtree(replaced, ignore_errors=True)
     if folder.exists():
@@ -89,6 +102,7 @@ def config(
         "embed_requires_grad": False,
         "target_hidden_size": None,
         "tie_word_embeddings": False,
+        TARGET_FINGERPRINT: target.fingerprint,
         "dtype": str(dtype).removeprefix("torch."),
         "speculators_config": {
             "algorithm": "eagle3",

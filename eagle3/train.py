@@ -142,6 +142,7 @@ def run_training(run: Run) -> bool:
         with files.locked(run.folder) if ranks.first else nullcontext():
             trainer = Trainer.start(run, ranks)
             trainer.announce()
+            trainer.rehearse_export()
             position = train(trainer)
     finally:
         ranks.leave()
@@ -237,6 +238,11 @@ class Trainer:
             command, versions = " ".join(sys.argv), {name: version(name) for name in PACKAGES}
             details = {"command": command, "ranks": self.ranks.world, "versions": versions, **run.identity}
             files.write_json(run.folder / "settings.json", details)
+
+    def rehearse_export(self) -> None:
+        """Before the first step: a draft that could not be served is found now, not after an epoch."""
+        if self.ranks.first and not self.position.step and (unchecked := export_draft(self, publish=False)):
+            self.ranks.say(unchecked)
 
     def record(self, kind: str, values: dict[str, Any]) -> None:
         if self.recorder is not None:
@@ -376,14 +382,20 @@ def save(trainer: Trainer, epoch: float, judge: bool) -> None:
     if judge and (not trainer.eval_packs or judged_best(trainer, epoch)):
         position.best_step = position.step
         if ranks.first:
-            states, drafts = run.states, run.num_speculative_tokens
-            kwargs = states.template_kwargs
-            export(run.folder / DRAFT, trainer.draft, run.target, states.vocab, states.layer_ids, drafts, kwargs)
+            export_draft(trainer)
             ranks.say(f"exported: {run.folder / DRAFT}")
     path = checkpoint.save(run.folder, state(trainer.draft, trainer.optimizer), position, run.identity, ranks)
     if ranks.first:
         checkpoint.prune(run.folder, run.keep, position.best_step)
     ranks.say(f"checkpoint: {path}")
+
+
+def export_draft(trainer: Trainer, *, publish: bool = True) -> str | None:
+    """Export the draft as it is, for stage 4 and vLLM; see `export`."""
+    run, states = trainer.run, trainer.run.states
+    drafts, kwargs = run.num_speculative_tokens, states.template_kwargs
+    folder, vocab, layer_ids = run.folder / DRAFT, states.vocab, states.layer_ids
+    return export(folder, trainer.draft, run.target, vocab, layer_ids, drafts, kwargs, publish=publish)
 
 
 def judged_best(trainer: Trainer, epoch: float) -> bool:

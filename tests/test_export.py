@@ -1,5 +1,11 @@
 """The exported draft: every key and tensor that vLLM reads, and the same numbers in speculators' own model."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from states_folder import model_samples
 from training_run import LAYER_IDS, draft_vocab
 
-from eagle3 import files
+from eagle3 import export as module
+from eagle3 import exported, files
 from eagle3.batches import PackedBatch
 from eagle3.draft import Draft, DraftConfig, Teacher, embedding
 from eagle3.export import export, tensors
@@ -49,6 +56,7 @@ def test_config_of_a_kimi_draft(tiny_kimi, tmp_path):
     export(tmp_path / "draft", draft, target, DraftVocab(1024), [2, 30, 58, 60], 5)
     config = files.read_json(tmp_path / "draft" / "config.json")
     layer = config.pop("transformer_layer_config")
+    assert config.pop("target_fingerprint") == target.fingerprint
     dtype = config.pop("dtype")
     assert config == {
         "architectures": ["Eagle3DraftModel"],
@@ -216,3 +224,101 @@ def test_a_start_from_other_layers_or_another_vocabulary_is_refused(tiny_llama, 
         initial.load_into(draft, DraftVocab(512, np.array([2, 5, 8])))
     with pytest.raises(ValueError, match=r"--init-from .*: has no config\.json"):
         InitialDraft.open(tmp_path, LAYER_IDS, 6)
+
+
+def published(tiny_llama, folder, change=None):
+    """An export of a reduced vocabulary into `folder`; `change(temporary)` happens before it is read back."""
+    vocab = draft_vocab()
+    target, draft, _ = new_draft(tiny_llama, vocab)
+    if change is None:
+        return export(folder, draft, target, vocab, LAYER_IDS, 3)
+    with mock.patch.object(module, "flush_folder", change):
+        return export(folder, draft, target, vocab, LAYER_IDS, 3)
+
+
+def rewritten(**changes):
+    """A change of some tensors of model.safetensors; None leaves one out."""
+
+    def change(folder):
+        stored = load_file(folder / "model.safetensors") | changes
+        save_file({k: v for k, v in stored.items() if v is not None}, folder / "model.safetensors")
+
+    return change
+
+
+def reconfigured(**changes):
+    def change(folder):
+        files.write_json(folder / "config.json", files.read_json(folder / "config.json") | changes)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (rewritten(**{"norm.weight": None}), r"shape of norm\.weight: expected \[64\], found None"),
+        (rewritten(**{"fc.weight": torch.zeros(64, 256)}), r"fc\.weight: expected \[64, 192\], found \[64, 256\]"),
+        (rewritten(**{"midlayer.x": torch.zeros(1)}), r"shape of midlayer\.x: expected None, found \[1\]"),
+        (rewritten(d2t=torch.zeros(400, dtype=torch.int32)), "d2t is I32"),
+        (rewritten(d2t=torch.zeros(400, dtype=torch.int64)), "d2t and t2d name different tokens"),
+        (rewritten(**{"norm.weight": torch.zeros(64, dtype=torch.int64)}), r"norm\.weight is I64"),
+        (reconfigured(fc_norm=None), r"fc_norm must be false, it is None"),
+        (reconfigured(norm_before_residual="yes"), r"norm_before_residual must be true or false, it is 'yes'"),
+        (
+            reconfigured(eagle_aux_hidden_state_layer_ids=[2, 3, 5, 6]),
+            r"three ascending ids from 1, found \[2, 3, 5, 6",
+        ),
+        (reconfigured(speculators_config={}), "speculators cannot load it: ValidationError"),
+    ],
+)
+def test_an_export_that_would_not_be_served_never_gets_its_name(tiny_llama, tmp_path, change, named):
+    """It is read back first, names, shapes, dtypes, flags and maps; the draft that was there stays as it was."""
+    published(tiny_llama, tmp_path / "draft")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "draft").iterdir()}
+    with pytest.raises(RuntimeError, match=rf"the exported draft would not be served: .*{named}"):
+        published(tiny_llama, tmp_path / "draft", change)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "draft").iterdir()} == before
+
+
+def test_without_speculators_the_rest_is_checked_and_that_is_said(tiny_llama, tmp_path, monkeypatch):
+    """One line, no error; with it there is nothing to say."""
+    assert published(tiny_llama, tmp_path / "draft") is None
+    monkeypatch.setattr(exported, "find_spec", lambda name: None)
+    assert published(tiny_llama, tmp_path / "draft") == exported.NO_SPECULATORS
+    with pytest.raises(RuntimeError, match="fc_norm"):
+        published(tiny_llama, tmp_path / "draft", reconfigured(fc_norm=True))
+
+
+def test_reading_an_export_back_leaves_the_random_state_alone(tiny_llama, tmp_path):
+    """A run that evaluates more often would otherwise go on with other random numbers."""
+    published(tiny_llama, tmp_path / "draft")
+    state = torch.get_rng_state()
+    assert exported.check_export(tmp_path / "draft") is None
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_draft_names_its_target(tiny_llama, tiny_kimi, tmp_path):
+    """The fingerprint that all stages compare; another target is refused by what differs, an unknown origin is not."""
+    published(tiny_llama, tmp_path / "draft")
+    config = files.read_json(tmp_path / "draft" / "config.json")
+    exported.check_target(config, Target.open(tiny_llama), "--draft out/draft")
+    with pytest.raises(ValueError, match=r"--draft out/draft was made with another target: its config \(expected"):
+        exported.check_target(config, Target.open(tiny_kimi), "--draft out/draft")
+    config.pop("target_fingerprint")
+    exported.check_target(config, Target.open(tiny_kimi), "--draft out/draft")
+
+
+@pytest.mark.parametrize(
+    "vocab", [draft_vocab(), pytest.param(DraftVocab(512), marks=pytest.mark.slow)], ids=["reduced", "full"]
+)
+def test_vllms_own_draft_model_takes_the_export(tiny_llama, tmp_path, vocab):
+    """Its Eagle3LlamaForCausalLM, built without memory or engine, loads every tensor and misses none."""
+    target, draft, _ = new_draft(tiny_llama, vocab)
+    export(tmp_path / "draft", draft, target, vocab, LAYER_IDS, 3)
+    script = Path(__file__).with_name("vllm_draft.py")
+    command = [sys.executable, script, tiny_llama, tmp_path / "draft"]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    assert found["missing"] == [] and found["layers"] == [2, 3, 5]
+    assert found["flags"] == {"norm_before_residual": True, "norm_before_fc": False, "norm_output": False}
+    assert found["shapes"]["model.fc.weight"] == [64, 192]
+    assert ("draft_id_to_target_id" in found["shapes"]) == (vocab.ids is not None)
