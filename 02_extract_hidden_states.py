@@ -67,7 +67,8 @@ def check(args: argparse.Namespace) -> "tuple[Extraction, argparse.Namespace]":
 
 
 def work(plan: "tuple[Extraction, argparse.Namespace]") -> None:
-    from eagle3.extract import extract
+    from eagle3 import cluster
+    from eagle3.extract import extract, one_engine
     from eagle3.files import locked
     from eagle3.rehearse import rehearse
 
@@ -78,7 +79,8 @@ def work(plan: "tuple[Extraction, argparse.Namespace]") -> None:
         if args.rehearse:
             rehearse(extraction)
         else:
-            extract(extraction, overwrite=args.overwrite)
+            drive = cluster.many_engines if args.ray_address else one_engine
+            extract(extraction, overwrite=args.overwrite, drive=drive)
 
 
 if __name__ == "__main__":

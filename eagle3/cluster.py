@@ -7,28 +7,22 @@ unfinished is handed out again. Ray is optional: `pip install ray`.
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3 import engine, files
-from eagle3.extract import CaptureFault, Extraction, Run, conclude, on_sigterm, start_engine
+from eagle3.extract import CaptureFault, Extraction, Run, conclude, on_sigterm
 from eagle3.watch import Watch
 
 if TYPE_CHECKING:
-    from vllm import LLM
+    from eagle3.extract import Start
 
 BATCH_SHARDS = 16  # handed to an engine at once: its queue runs dry once in this many shards
 MAX_DEATHS = 3  # in a row without a shard finished between them
 REPOSITORY = Path(__file__).resolve().parent.parent
-
-
-def start_in_actor(extraction: Extraction) -> "LLM":
-    """The engine as on one machine; its ranks are processes of the actor, not actors of their own."""
-    more = {"distributed_executor_backend": "mp"} if extraction.options.tp_size > 1 else {}
-    return start_engine(extraction, **more)
 
 
 class Report:
@@ -53,7 +47,7 @@ class Report:
 class Engine:
     """One engine in a process of its own: a Ray actor."""
 
-    def __init__(self, extraction: Extraction, start: "Callable[[Extraction], LLM]") -> None:
+    def __init__(self, extraction: Extraction, start: "Start") -> None:
         self.extraction, self.llm = extraction, start(extraction)
 
     def make(self, indices: list[int]) -> tuple[int, str]:
@@ -77,14 +71,12 @@ class Batch:
 class Cluster:
     """Keeps every engine busy until all shards are there."""
 
-    def __init__(
-        self, extraction: Extraction, missing: list[int], watch: Watch, start: "Callable[[Extraction], LLM] | None"
-    ) -> None:
+    def __init__(self, extraction: Extraction, missing: list[int], watch: Watch, start: "Start") -> None:
         import ray
 
         self.ray, self.extraction, self.watch = ray, extraction, watch
         self.shared = ray.put(extraction)
-        self.start = start or start_in_actor
+        self.start = start
         kind = "CPU" if engine.on_cpu() else "GPU"
         each = extraction.options.tp_size
         self.resources = {f"num_{kind.lower()}s": each}
@@ -180,9 +172,7 @@ def connected(address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-def extract_missing(
-    extraction: Extraction, missing: list[int], watch: Watch, start: "Callable[[Extraction], LLM] | None"
-) -> None:
+def many_engines(extraction: Extraction, missing: list[int], watch: Watch, start: "Start") -> None:
     """Make the shards `missing` with every engine that the cluster has room for."""
     with connected(extraction.options.ray_address):
         cluster = Cluster(extraction, missing, watch, start)

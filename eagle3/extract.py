@@ -26,6 +26,9 @@ from eagle3.watch import STATUS, Watch
 if TYPE_CHECKING:
     from vllm import LLM
 
+    Start = Callable[["Extraction"], LLM]
+    Drive = Callable[["Extraction", list[int], Watch, Start], None]
+
 SHARD_BYTES = 1 << 30
 STEPS_AHEAD = 3  # engine steps' worth of tokens kept queued, so that the scheduler never runs dry
 MAX_NUM_SEQS = 256  # short samples share a step up to this many
@@ -295,9 +298,16 @@ def check_disk(extraction: Extraction, missing: list[int], reclaimed: int = 0) -
 
 
 def extract(
-    extraction: Extraction, *, overwrite: bool = False, start: "Callable[[Extraction], LLM] | None" = None
+    extraction: Extraction,
+    *,
+    overwrite: bool = False,
+    drive: "Drive | None" = None,
+    start: "Start | None" = None,
 ) -> None:
-    """Make every missing shard; `overwrite` deletes what was there. The caller holds the folder's lock."""
+    """Make every missing shard; `overwrite` deletes what was there. The caller holds the folder's lock.
+
+    `drive` makes shards with engines that `start` gives: one engine here, or cluster.many_engines.
+    """
     if overwrite:
         clear(extraction.folder)
     check_folder(extraction)
@@ -308,16 +318,8 @@ def extract(
     files.write_json(extraction.folder / shards.METADATA, extraction.metadata)
     shutil.copyfile(extraction.options.prepared_data.with_name(vocab.FILE), extraction.folder / vocab.FILE)
     with Watch(extraction, missing) as watch, on_sigterm(_stop_while_loading):
-        if missing and extraction.options.ray_address:
-            from eagle3 import cluster
-
-            cluster.extract_missing(extraction, missing, watch, start)
-        elif missing:
-            llm = (start or start_engine)(extraction)
-            try:
-                Run(extraction, llm, watch).over(missing)
-            finally:
-                engine.stop(llm)
+        if missing:
+            (drive or one_engine)(extraction, missing, watch, start or start_engine)
 
 
 def _stop_while_loading() -> None:
@@ -344,6 +346,8 @@ def start_engine(extraction: Extraction, **changes: Any) -> "LLM":
         "worker_cls": options.worker,
         "additional_config": {capture.CONFIG_KEY: capture_plan},
     }
+    if options.ray_address and options.tp_size > 1:
+        arguments["distributed_executor_backend"] = "mp"  # ranks are processes of the actor, not actors of their own
     return engine.start(
         options.model_path,
         tp_size=options.tp_size,
@@ -351,6 +355,15 @@ def start_engine(extraction: Extraction, **changes: Any) -> "LLM":
         max_model_len=options.max_seq_len + 1,
         **arguments | changes,
     )
+
+
+def one_engine(extraction: Extraction, missing: list[int], watch: Watch, start: "Start") -> None:
+    """Make the shards `missing` with one engine of this process."""
+    llm = start(extraction)
+    try:
+        Run(extraction, llm, watch).over(missing)
+    finally:
+        engine.stop(llm)
 
 
 class CaptureFault(RuntimeError):

@@ -8,7 +8,7 @@ import numpy as np
 import psutil
 import pytest
 
-from eagle3 import extract, files, shards
+from eagle3 import cluster, extract, files, shards
 from tests import hf_states, replay
 from tests.test_extract import LAYERS, write_prepared
 
@@ -38,7 +38,7 @@ def run_with_a_kill(extraction: extract.Extraction, **changes) -> None:
     killer = threading.Thread(target=kill_an_engine, args=(extraction.folder,))
     killer.start()
     with files.locked(extraction.folder):
-        extract.extract(extraction, **changes)
+        extract.extract(extraction, drive=cluster.many_engines, **changes)
     killer.join()
 
 
