@@ -5,11 +5,12 @@
 
 plain: vLLM's own worker, the same engine arguments. ours: states captured, checked, and whole shards written and
 flushed under --output (the time ends when the last one has its name). fp8: ours with --storage-dtype fp8. connector:
-vLLM's own `extract_hidden_states` (GPU only). Each runs in a process of its own, after a warm-up batch, `--rounds`
-times in turn; the table has medians. --compile: all of them with the target compiled. Where --output is on a disk that
-is slower than prefill, ours can be no faster than it: the disk's rate is measured with files of the same size, before
-and after. --kimi-width: random weights of a DeepseekV3 of Kimi's width (7168, 6 layers,
-32 experts).
+vLLM's own `extract_hidden_states` (GPU only). Each runs in a process of its own, after a warm-up batch, `--passes`
+times over all samples, `--rounds` times in turn; the table has medians. --compile: all of them with the target compiled.
+
+Where --output is on a disk that is slower than prefill, ours can be no faster than the disk: its rate is measured
+before and after, with files as large as a shard. --kimi-width: random weights of a DeepseekV3 of Kimi's width (7168,
+6 layers, 32 experts).
 """
 
 import argparse
@@ -75,6 +76,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("--output", type=Path, default=Path(tempfile.gettempdir()) / "bench-extract")
     p.add_argument("--modes", nargs="+", default=["plain", "ours"], choices=["plain", "ours", "fp8", "connector"])
     p.add_argument("--rounds", type=int, default=1)
+    p.add_argument("--passes", type=int, default=3, help="over all samples with one engine")
     p.add_argument("--compile", action="store_true")
     p.add_argument("--mode", help=argparse.SUPPRESS)
     return p.parse_args()
@@ -136,22 +138,28 @@ def planned(args: argparse.Namespace) -> extract.Extraction:
 
 
 def measure(args: argparse.Namespace) -> dict:
-    """Tokens/s of one mode over all samples but the warm-up's."""
+    """Seconds that one mode takes for all samples, pass by pass."""
     extraction = planned(args)
-    shutil.rmtree(args.output, ignore_errors=True)
-    args.output.mkdir(parents=True)
+    clear(args.output)
     llm = START[args.mode](extraction)
+    seconds = []
     try:
         warm_up(llm, extraction)
-        start = time.perf_counter()
-        RUN[args.mode](llm, extraction)
-        seconds = time.perf_counter() - start
+        for _ in range(args.passes):
+            clear(args.output)
+            start = time.perf_counter()
+            RUN[args.mode](llm, extraction)
+            seconds.append(time.perf_counter() - start)
     finally:
         engine.stop(llm)
-    tokens = args.samples * args.tokens
     written = sum(p.stat().st_size for p in args.output.rglob("*") if p.is_file())
     shutil.rmtree(args.output)
-    return {"mode": args.mode, "tokens_per_s": tokens / seconds, "seconds": seconds, "written_gb": written / 1e9}
+    return {"mode": args.mode, "seconds": seconds, "written_gb": written / 1e9}
+
+
+def clear(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
 
 
 def requests(extraction: extract.Extraction, count: int | None = None) -> Iterator[engine.Request]:
@@ -205,17 +213,21 @@ RUN = {"plain": prefill, "ours": run_ours, "fp8": run_ours, "connector": prefill
 
 
 def report(args: argparse.Namespace, results: dict[str, list[dict]], disk: list[float]) -> None:
-    print(f"{args.samples} samples x {args.tokens} tokens, {args.batch_size} a step, medians of {args.rounds}, "
-          f"{engine.versions()}")  # fmt: skip
-    rates = {m: statistics.median(r.get("tokens_per_s", 0) for r in rs) for m, rs in results.items()}
-    print(f"{'':<10} {'tokens/s':>10}  {'of plain':>8}  {'written GB':>10}  {'GB/s':>6}")
+    print(f"{args.samples} samples x {args.tokens} tokens, {args.batch_size} a step, {engine.versions()}")
+    seconds = {mode: [s for r in runs for s in r.get("seconds", ())] for mode, runs in results.items()}
+    rates = {m: args.samples * args.tokens / statistics.median(s) for m, s in seconds.items() if s}
+    print(
+        f"{'':<10} {'tokens/s':>10}  {'lowest':>10}  {'highest':>10}  {'of plain':>8}  {'written GB':>10}  {'GB/s':>6}"
+    )
     for mode, runs in results.items():
         if failed := [r["failed"] for r in runs if "failed" in r]:
             print(f"{mode:<10} failed: {failed[0]}")
             continue
-        share = rates[mode] / rates["plain"] if rates.get("plain") else float("nan")
-        gb, seconds = runs[-1]["written_gb"], statistics.median(r["seconds"] for r in runs)
-        print(f"{mode:<10} {rates[mode]:>10,.0f}  {share:>8.1%}  {gb:>10.2f}  {gb / seconds:>6.2f}")
+        ends = [args.samples * args.tokens / f(seconds[mode]) for f in (max, min)]
+        share = rates[mode] / rates.get("plain", float("nan"))
+        gb = runs[-1]["written_gb"]
+        print(f"{mode:<10} {rates[mode]:>10,.0f}  {ends[0]:>10,.0f}  {ends[1]:>10,.0f}  {share:>8.1%}  {gb:>10.2f}  "
+              f"{gb / statistics.median(seconds[mode]):>6.2f}")  # fmt: skip
     print(f"disk: {min(disk) / 1e9:.2f} to {max(disk) / 1e9:.2f} GB/s into {args.output}")
 
 
