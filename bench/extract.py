@@ -6,7 +6,7 @@
 plain: vLLM's own worker, the same engine arguments. ours: states captured, checked, and whole shards written and
 flushed under --output (the time ends when the last one has its name). fp8: ours with --storage-dtype fp8. connector:
 vLLM's own `extract_hidden_states` (GPU only). Each runs in a process of its own, after a warm-up batch, `--passes`
-times over all samples, `--rounds` times in turn; the table has medians. --compile: all of them with the target compiled.
+times over all samples, `--rounds` times in turn; the table has medians. --compile: all with the target compiled.
 
 Where --output is on a disk that is slower than prefill, ours can be no faster than the disk: its rate is measured
 before and after, with files as large as a shard. --kimi-width: random weights of a DeepseekV3 of Kimi's width (7168,
