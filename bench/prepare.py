@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from eagle3 import chat, conversations, prepare, prepared  # noqa: E402
 from eagle3.target import Target  # noqa: E402
+from eagle3.tokenizer import is_tiktoken  # noqa: E402
 
 ROUNDS = 3
 MAX_SEQ_LEN = 8192
@@ -81,16 +82,20 @@ def make_plan(args: argparse.Namespace, model: chat.Chat, path: Path, folder: Pa
 
 
 def bare_loops(model: chat.Chat, texts: list[str]) -> dict[str, Callable[[], object]]:
-    """The tokenizer's own calls over the texts. `encode(text)` alone is tiktoken's in Kimi's slow class."""
+    """Calls that do nothing but tokenise, over the texts.
+
+    A slow tokenizer has up to three: Transformers' encode (what a server calls), the class's own, which Kimi's code
+    defines and which takes no more than the text, and the tiktoken under it.
+    """
     tokenizer = model.tokenizer
-    loops: dict[str, Callable[[], object]] = {
-        "bare encode(text, add_special_tokens=False)": lambda: [
-            tokenizer.encode(t, add_special_tokens=False) for t in texts
-        ]
+    calls: dict[str, Callable[[str], object]] = {
+        "encode(text, add_special_tokens=False)": lambda t: tokenizer.encode(t, add_special_tokens=False)
     }
     if not tokenizer.is_fast:
-        loops["bare encode(text)"] = lambda: [tokenizer.encode(t) for t in texts]
-    return loops
+        calls["the class's own encode(text)"] = tokenizer.encode
+    if is_tiktoken(tokenizer):
+        calls["its tiktoken alone"] = lambda t: tokenizer.model.encode(t, allowed_special="all")
+    return {name: lambda call=call: [call(t) for t in texts] for name, call in calls.items()}
 
 
 def speed(args: argparse.Namespace, model: chat.Chat, folder: Path) -> None:

@@ -69,7 +69,7 @@ class Chat:
 
     def __init__(self, target: Target, tokenizer: Any, template_kwargs: dict[str, Any]) -> None:
         self.target, self.tokenizer, self.template_kwargs = target, tokenizer, template_kwargs
-        self.encode = encoder(tokenizer)
+        self.encode = encoder(tokenizer, self.control_tokens)
         self._headers: dict[str, list[int]] = {}
 
     @cached_property

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import version
-from itertools import islice
+from itertools import compress, islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import IO, Any
@@ -84,7 +84,7 @@ class Line:
     """One sample as it is written, its number of tokens, and its supervised ids int32 [n]."""
 
     id: str
-    text: str
+    text: bytes
     length: int
     supervised: np.ndarray
 
@@ -164,7 +164,7 @@ class Rows:
 
     def _line(self, row_id: str, ids: list[int], mask: list[int]) -> Line:
         ids, mask = ids[: self.settings.max_seq_len], mask[: self.settings.max_seq_len]
-        supervised = np.asarray(ids, np.int32)[np.asarray(mask, bool)]
+        supervised = np.fromiter(compress(ids, mask), np.int32)
         return Line(row_id, prepared.row_line(row_id, ids, mask), len(ids), supervised)
 
 
@@ -289,7 +289,7 @@ def run(plan: Plan) -> list[str]:
         clear(plan.output)
         tally = Tally(plan.target.vocab_size, plan.settings.max_seq_len)
         with files.atomic(plan.output / prepared.DATA) as temporary:
-            with open(temporary, "w", encoding="utf-8") as file, ExitStack() as stack:
+            with open(temporary, "wb") as file, ExitStack() as stack:
                 _write_samples(plan, tally, file, _outcomes(plan, stack))
             check_enough(tally, plan.min_kept)
         return _finish(plan, tally)
@@ -380,7 +380,7 @@ def _write_token_counts(path: Path, counts: np.ndarray) -> None:
         temporary.write_text(f'{{"ids": {seen.tolist()}, "counts": {counts[seen].tolist()}}}\n')
 
 
-def _write_samples(plan: Plan, tally: Tally, file: IO[str], outcomes: Iterator[tuple[float, list[Outcome]]]) -> None:
+def _write_samples(plan: Plan, tally: Tally, file: IO[bytes], outcomes: Iterator[tuple[float, list[Outcome]]]) -> None:
     seen = Seen()
     total = sum(max(p.stat().st_size >> 10, 1) for p in plan.inputs)
     with Progress("prepare", total, "KiB") as progress:
@@ -390,7 +390,7 @@ def _write_samples(plan: Plan, tally: Tally, file: IO[str], outcomes: Iterator[t
             progress.update(round(read * total) - progress.done, f"{tally.rows_in:,} rows, {tally.tokens:,} tokens")
 
 
-def _write_outcome(tally: Tally, file: IO[str], seen: Seen, where: str, outcome: Kept | Drop) -> None:
+def _write_outcome(tally: Tally, file: IO[bytes], seen: Seen, where: str, outcome: Kept | Drop) -> None:
     tally.rows_in += 1
     if isinstance(outcome, Kept) and not seen.add(f"content {outcome.key}"):
         outcome = Drop("duplicate", "the same content came before")
@@ -402,7 +402,7 @@ def _write_outcome(tally: Tally, file: IO[str], seen: Seen, where: str, outcome:
         file.write(line.text if seen.add(f"id {line.id}") else _renamed(line, outcome.key, seen))
 
 
-def _renamed(line: Line, key: str, seen: Seen) -> str:
+def _renamed(line: Line, key: str, seen: Seen) -> bytes:
     """The line under an id of its own, since another row has its id: the stages after this one go by ids."""
     row = prepared.parse_row(line.text, line.id)
     new = f"{line.id}~{key[:12]}"

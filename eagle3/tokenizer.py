@@ -1,12 +1,14 @@
 """The target's tokenizer: of the class that its folder declares, and giving back what it is given."""
 
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from eagle3.target import Target
 
 HARD_TEXT = "Grüße <think>你好</think> 🤷🏽‍♀️ 司马 é\n\n\n  x\t'll 1234567 \n"
+LONGEST_RUN = 20_000  # characters up to which an encoding is shown not to depend on the length of the text
+RUNS = ("a" * LONGEST_RUN, " " * LONGEST_RUN)
 GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
@@ -68,8 +70,8 @@ def check_tokenizer(
         )
 
 
-def encoder(tokenizer: Any) -> Callable[[str], list[int]]:
-    """The quickest function that gives the ids of `tokenizer(text, add_special_tokens=False)`, as a probe shows."""
+def encoder(tokenizer: Any, control_tokens: Iterable[str]) -> Callable[[str], list[int]]:
+    """The quickest function that gives the ids of `tokenizer(text, add_special_tokens=False)`, as probes show."""
 
     def whole(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -77,12 +79,24 @@ def encoder(tokenizer: Any) -> Callable[[str], list[int]]:
     def bare(text: str) -> list[int]:
         return tokenizer.encode(text)
 
+    def direct(text: str) -> list[int]:
+        return tokenizer.model.encode(text, allowed_special="all") if len(text) <= LONGEST_RUN else bare(text)
+
     def backend(text: str) -> list[int]:
         return tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
-    quick = backend if tokenizer.is_fast else bare
-    probe = HARD_TEXT + "".join(map(str, tokenizer.added_tokens_decoder.values()))
-    return quick if quick(probe) == whole(probe) else whole
+    tokens = [*map(str, tokenizer.added_tokens_decoder.values()), *control_tokens]
+    probes = (HARD_TEXT + "".join(tokens), *RUNS)
+    quick = [backend] if tokenizer.is_fast else [direct, bare] if is_tiktoken(tokenizer) else [bare]
+    return next((encode for encode in quick if all(encode(t) == whole(t) for t in probes)), whole)
+
+
+def is_tiktoken(tokenizer: Any) -> bool:
+    """Whether a slow tokenizer keeps its tiktoken encoding as `model`, as Kimi's does.
+
+    Kimi's own `encode` looks at each character in Python before it, for runs that would be too long for tiktoken.
+    """
+    return type(getattr(tokenizer, "model", None)).__module__.startswith("tiktoken")
 
 
 def decode(tokenizer: Any, ids: list[int]) -> str:

@@ -4,6 +4,7 @@ import json
 import shutil
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from chat_targets import CASES, EXPECTED, GOLDEN, TARGETS, TOOLS, assistant, target_folder, user
@@ -113,6 +114,18 @@ class TestD2Tokenizer:
         assert (ids[0], ids[-1]) == (opened, closed) == (982, 983)
         assert kimi.decode(ids) == "<think>你好</think>"
 
+    def test_kimi_is_encoded_by_its_tiktoken_alone_where_that_gives_the_same(self):
+        """Kimi's class looks at every character to cut long runs; texts without one skip that, with the same ids."""
+        kimi, calls = loaded("kimi"), []
+        own = kimi.tokenizer.encode
+        for text in ("Hi <think>", "a" * 20_000, "a" * 20_001, "x" + "river" * 12_001, " " * 60_000, "a b" * 150_000):
+            expected = kimi.tokenizer(text, add_special_tokens=False)["input_ids"]
+            with mock.patch.object(kimi.tokenizer, "encode", lambda t: calls.append(len(t)) or own(t)):
+                assert kimi.encode(text) == expected
+        assert calls == [20_001, 60_006, 60_000, 450_000]
+        whole = kimi.tokenizer.model.encode("x" + "river" * 12_001, allowed_special="all")
+        assert whole != kimi.encode("x" + "river" * 12_001), "a run that is cut has other ids, so the length matters"
+
     def test_remote_code_not_trusted(self):
         """Transformers would convert it silently; the flag is named instead."""
         with pytest.raises(ValueError, match="--trust-remote-code"):
@@ -131,7 +144,7 @@ class TestD2Tokenizer:
         """A control token that is not one id is refused."""
         folder = shutil.copytree(target_folder("kimi"), tmp_path / "kimi")
         code = (folder / "tokenization_kimi.py").read_text()
-        code = code.replace('allowed_special="all"', "disallowed_special=()")
+        code = code.replace('{"allowed_special": "all"}', '{"disallowed_special": ()}')
         (folder / "tokenization_kimi.py").write_text(code)
         with pytest.raises(ValueError, match=r"encodes .* as \[.*\], expected \[9\d\d\]"):
             chat.load(Target.open(folder), True)

@@ -2,11 +2,13 @@
 
 Like the tokenizer of Kimi-K2.5 it is no fast tokenizer, it has no offsets, its class is remote code (`auto_map` in
 tokenizer_config.json), single tokens may end inside a character, and its special tokens take the ids right after the
-mergeable ranks: named ones where `added_tokens_decoder` names them, `<|reserved_token_N|>` elsewhere.
+mergeable ranks: named ones where `added_tokens_decoder` names them, `<|reserved_token_N|>` elsewhere. Its `encode` looks at
+every character in Python, to cut runs that are too long for tiktoken.
 """
 
 import os
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import tiktoken
@@ -29,6 +31,7 @@ PATTERN = "|".join(
     ]
 )
 NUM_RESERVED_SPECIAL_TOKENS = 64
+MAX_CHARS, MAX_RUN = 400_000, 25_000  # that tiktoken is given at a time; of them without a change to or from whitespace
 BYTE_TO_CHAR = bytes_to_unicode()
 CHAR_TO_BYTE = {char: byte for byte, char in BYTE_TO_CHAR.items()}
 
@@ -63,9 +66,8 @@ class TikTokenTokenizer(PreTrainedTokenizer):
         """Token ids of `text`; with allow_special_tokens=False the text of a control token stays plain text."""
         if kwargs:
             return super().encode(text, **kwargs)
-        if allow_special_tokens:
-            return self.model.encode(text, allowed_special="all")
-        return self.model.encode(text, disallowed_special=())
+        how = {"allowed_special": "all"} if allow_special_tokens else {"disallowed_special": ()}
+        return [i for piece in _pieces(text) for i in self.model.encode(piece, **how)]
 
     def decode(self, token_ids: int | list[int], **kwargs: Any) -> str:
         if kwargs:
@@ -92,6 +94,23 @@ class TikTokenTokenizer(PreTrainedTokenizer):
 
     def apply_chat_template(self, conversation: list, tools: list | None = None, **kwargs: Any) -> Any:
         return super().apply_chat_template(conversation, tools=_sorted_keys(tools), **kwargs)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """The text, cut every MAX_CHARS characters and in each run of more than MAX_RUN, so that tiktoken can take it."""
+    for at in range(0, len(text), MAX_CHARS):
+        yield from _without_long_runs(text[at : at + MAX_CHARS])
+
+
+def _without_long_runs(text: str) -> Iterator[str]:
+    start = length = 0
+    in_space = False
+    for i, char in enumerate(text):
+        length, in_space = (length + 1 if char.isspace() == in_space else 1), char.isspace()
+        if length > MAX_RUN:
+            yield text[start:i]
+            start, length = i, 1
+    yield text[start:]
 
 
 def _spell(token: bytes) -> str:
