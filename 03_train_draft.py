@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 def parser() -> cli.Parser:
     p = cli.Parser("train", __doc__)
     cli.add_model(p)
-    p.add_argument("--hidden-states", type=Path, required=True, metavar="DIR", help="what 02 wrote")
+    p.add_argument(
+        "--hidden-states", type=Path, nargs="+", required=True, metavar="DIR",
+        help="what 02 wrote; of one extracted with --part, all parts, or one after another by this same command",
+    )  # fmt: skip
     p.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="checkpoints, metrics and the draft")
     add_learning(p.add_argument_group("learning (a run goes on only with the same values)"))
     add_running(p.add_argument_group("running"))

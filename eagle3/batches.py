@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import xxhash
 
-from eagle3.shards import Shard, ShardSet
+from eagle3.shards import ShardSet
 
 Pack = list[int]  # indices of samples in the ShardSet
 
@@ -130,7 +130,7 @@ class Schedule:
 
 def loss_mask(data: ShardSet, samples: Iterable[int]) -> tuple[torch.Tensor, list[int]]:
     """`loss_mask` bool [T] and `offsets` of some samples, without reading their states."""
-    masks = [shard.loss_mask[_rows(shard, index)] for shard, index in map(data.locate, samples)]
+    masks = [shard.loss_mask[shard.rows(index)] for shard, index in map(data.locate, samples)]
     offsets = [0, *itertools.accumulate(map(len, masks))]
     return torch.from_numpy(np.concatenate([np.zeros(0, np.uint8), *masks]).astype(bool)), offsets
 
@@ -138,7 +138,7 @@ def loss_mask(data: ShardSet, samples: Iterable[int]) -> tuple[torch.Tensor, lis
 def read_pack(data: ShardSet, samples: Pack, pin_memory: bool = False) -> PackedBatch:
     """Copy one pack's samples out of the mapped shards."""
     found = [data.locate(sample) for sample in samples]
-    ids = [torch.from_numpy(shard.input_ids[_rows(shard, index)].astype(np.int64)) for shard, index in found]
+    ids = [torch.from_numpy(shard.input_ids[shard.rows(index)].astype(np.int64)) for shard, index in found]
     states, scales = zip(*(shard.stored(index) for shard, index in found), strict=True)  # views: nothing is read yet
     mask, offsets = loss_mask(data, samples)
     return PackedBatch(
@@ -148,10 +148,6 @@ def read_pack(data: ShardSet, samples: Pack, pin_memory: bool = False) -> Packed
         offsets=offsets,
         scale=None if scales[0] is None else _joined(scales, pin_memory),
     )
-
-
-def _rows(shard: Shard, index: int) -> slice:
-    return slice(int(shard.offsets[index]), int(shard.offsets[index + 1]))
 
 
 def _joined(parts: Sequence[torch.Tensor], pin_memory: bool) -> torch.Tensor:

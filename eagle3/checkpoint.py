@@ -37,6 +37,8 @@ class Position:
     packs_per_step: int = 0  # fixed when the run begins, whatever number of ranks goes on with it
     best_step: int | None = None
     best_length: float = 0.0  # estimated acceptance length on the held-out split
+    parts_done: int = 0  # parts of the set that were trained to their end
+    part_start: int = 0  # the step at which the parts at hand begin; equal to `step` between two parts
     finished: bool = False
 
 
@@ -80,16 +82,19 @@ def load(run: Path, step: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def read_position(run: Path, step: int, identity: dict[str, Any]) -> Position:
-    """Where the run stood. ValueError naming the first setting or datum that differs from `identity`."""
+def read_position(run: Path, step: int) -> tuple[Position, dict[str, Any]]:
+    """Where the run stood, and its identity: the settings and data that it had."""
     stored = files.read_json(folder_of(run, step) / POSITION)
-    position = Position(**stored.pop("position"))
+    return Position(**stored.pop("position")), stored
+
+
+def check_same_run(run: Path, stored: dict[str, Any], identity: dict[str, Any]) -> None:
+    """ValueError naming the first setting or datum in which the run in `run` differs from `identity`."""
     if difference := files.first_difference(stored, identity):
         raise ValueError(
             f"--output-dir {run} holds a run with another {difference}; give this run its own folder, or the flags of "
             "that one to go on with it"
         )
-    return position
 
 
 def prune(run: Path, keep: int, best_step: int | None) -> None:

@@ -16,6 +16,7 @@ it is written under a temporary name at known positions, flushed, and renamed.
 """
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -285,9 +286,13 @@ class Shard:
     def _scale(self) -> Any:
         return self._file.get_slice("scale") if "scale" in self._file.keys() else None  # noqa: SIM118
 
+    def rows(self, sample: int) -> slice:
+        """The rows of a sample in the shard's tensors."""
+        return slice(int(self.offsets[sample]), int(self.offsets[sample + 1]))
+
     def stored(self, sample: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A sample's states as stored [n, layers, hidden], and their scales [n, layers] with fp8."""
-        rows = slice(int(self.offsets[sample]), int(self.offsets[sample + 1]))
+        rows = self.rows(sample)
         return self._states[rows], self._scale[rows] if self._scale is not None else None
 
     def sample(self, index: int, layers: slice = slice(None)) -> Sample:
@@ -295,7 +300,7 @@ class Shard:
         states, scale = self.stored(index)
         if scale is not None:
             states = (states.float() * scale[..., None]).to(torch.bfloat16)
-        rows = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
+        rows = self.rows(index)
         return Sample(
             id=self.sample_ids[index],
             input_ids=torch.from_numpy(self.input_ids[rows].astype(np.int64)),
@@ -318,24 +323,26 @@ class Shard:
 
 
 class ShardSet:
-    """All shards of a folder as one sequence of samples, in shard order."""
+    """All shards of a folder, or of several, as one sequence of samples, in shard order."""
 
-    def __init__(self, folder: Path) -> None:
-        """ValueError if there are none, one is not whole, or they do not belong together."""
-        self.folder = folder
-        paths = shard_paths(folder)
-        if not paths:
-            raise ValueError(f"--hidden-states {folder}: no shards there (02_extract_hidden_states.py writes them)")
-        self.shards = [Shard(p) for p in paths]
+    def __init__(self, *folders: Path) -> None:
+        """ValueError if a folder has none, one is not whole, or they do not belong together."""
+        self.shards: list[Shard] = []
+        for folder in folders:
+            paths = shard_paths(folder)
+            if not paths:
+                raise ValueError(f"--hidden-states {folder}: no shards there (02_extract_hidden_states.py writes them)")
+            self.shards += map(Shard, paths)
         self.shared = self.shards[0].shared
         for shard in self.shards[1:]:
             if difference := files.first_difference(self.shared, shard.shared):
-                raise ValueError(f"{shard.path} does not belong with {paths[0].name}: {difference}")
+                raise ValueError(f"{shard.path} does not belong with {self.shards[0].path.name}: {difference}")
         self._firsts = np.cumsum([0] + [len(s) for s in self.shards])
         ids = self.sample_ids
         if len(set(ids)) != len(ids):
             twice = next(i for i in ids if ids.count(i) > 1)
-            raise ValueError(f"{folder}: sample {twice!r} is in the shards more than once")
+            where = " and ".join(map(str, folders))
+            raise ValueError(f"{where}: sample {twice!r} is in the shards more than once")
 
     def __len__(self) -> int:
         return int(self._firsts[-1])
@@ -360,6 +367,28 @@ class ShardSet:
     def lengths(self) -> np.ndarray:
         """Tokens of each sample, int64 [samples]."""
         return np.concatenate([np.diff(s.offsets) for s in self.shards])
+
+
+def copy_samples(data: ShardSet, samples: Sequence[int], folder: Path) -> None:
+    """Write these samples (ascending) into `folder` as they are stored, a shard for each shard that holds some."""
+    folder.mkdir(parents=True, exist_ok=True)
+    groups = itertools.groupby(map(data.locate, samples), key=lambda found: found[0].path)
+    for index, (_, found) in enumerate(groups):
+        located = list(found)
+        shard, indices = located[0][0], [inner for _, inner in located]
+        rows = [shard.rows(i) for i in indices]
+        content = ShardContent(
+            index=index,
+            sample_ids=[shard.sample_ids[i] for i in indices],
+            offsets=np.cumsum([0] + [r.stop - r.start for r in rows]),
+            input_ids=np.concatenate([shard.input_ids[r] for r in rows]),
+            loss_mask=np.concatenate([shard.loss_mask[r] for r in rows]),
+        )
+        _, layers, hidden = shard.stored(0)[0].shape
+        writer = ShardWriter(folder, content, ShardFormat(layers, hidden, shard.stored(0)[0].dtype, shard.shared))
+        for place, i in enumerate(indices):
+            writer.write(place, 0, *(None if t is None else t.contiguous() for t in shard.stored(i)))
+        writer.finish()
 
 
 def shard_paths(folder: Path) -> list[Path]:

@@ -1,11 +1,13 @@
-"""The folder that 02_extract_hidden_states.py writes, opened for training: shards, metadata.json, draft_vocab.json."""
+"""The folders that 02_extract_hidden_states.py writes, opened for training: shards, metadata.json, draft_vocab.json."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle3 import files, layers
-from eagle3.shards import FORMAT, METADATA, ShardSet, shard_paths
+from eagle3 import files, layers, vocab
+from eagle3.parts import Parts
+from eagle3.shards import FORMAT, METADATA, ShardSet, shard_name, shard_paths
 from eagle3.target import Target, check_same_target
 from eagle3.vocab import DraftVocab
 
@@ -14,26 +16,40 @@ from eagle3.vocab import DraftVocab
 class HiddenStates:
     """Captured states that fit the target at hand, whole and of a known layer convention.
 
-    `template_kwargs`: the settings of the chat template with which the data was prepared.
+    `template_kwargs`: the settings of the chat template with which the data was prepared; `prepared`: its hash, None
+    where 02 did not say; `parts`: which of its parts these are.
     """
 
     data: ShardSet
     vocab: DraftVocab
     template_kwargs: dict[str, Any]
+    prepared: str | None
+    parts: Parts
 
     @classmethod
     def open(cls, folder: Path, target: Target) -> "HiddenStates":
         """ValueError naming what is wrong when the folder is unfinished, foreign or of another target."""
-        metadata = _read_metadata(folder)
-        found = len(shard_paths(folder))
-        if found != metadata["num_shards"]:
-            raise ValueError(
-                f"--hidden-states {folder}: unfinished, it has {found} of {metadata['num_shards']} shards; run "
-                "02_extract_hidden_states.py again with the same flags, it goes on where it stopped"
-            )
-        template_kwargs = metadata["prepared"].get("settings", {}).get("chat_template_kwargs", {})
-        states = cls(ShardSet(folder), DraftVocab.load(folder), template_kwargs)
-        states._check(folder, target, metadata)
+        return cls.open_all([folder], target)
+
+    @classmethod
+    def open_all(cls, folders: Sequence[Path], target: Target) -> "HiddenStates":
+        """Several parts of one set as one; ValueError also if they do not belong together."""
+        found = {folder: _read_metadata(folder) for folder in folders}
+        for folder, metadata in found.items():
+            _check_shards(folder, metadata["num_shards"])
+        parts = {folder: _part_of(metadata) for folder, metadata in found.items()}
+        ordered = sorted(folders, key=lambda folder: parts[folder])
+        metadata, draft_vocab = found[ordered[0]], _load_vocab(ordered[0])
+        _check_together(ordered, found, parts)
+        prepared = metadata["prepared"]
+        states = cls(
+            ShardSet(*ordered),
+            draft_vocab,
+            prepared.get("settings", {}).get("chat_template_kwargs", {}),
+            metadata["settings"].get("data_sha256"),
+            Parts([parts[folder][0] for folder in ordered], parts[ordered[0]][1]),
+        )
+        states._check(ordered[0], target, sum(m["num_samples"] for m in found.values()))
         return states
 
     @property
@@ -42,17 +58,23 @@ class HiddenStates:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What two runs on the same data have in common, and no others."""
-        samples = {"ids": self.data.sample_ids, "lengths": self.data.lengths.tolist()}
+        """What all parts of a set have in common."""
         return {
             "target": self.data.shared["target"],
             "layer_ids": self.layer_ids,
             "storage_dtype": self.data.shared["storage_dtype"],
             "draft_vocab": self.vocab.fingerprint,
-            "samples": files.sha256_json(samples),
+            "prepared_data": self.prepared,
+            "parts": self.parts.total,
         }
 
-    def _check(self, folder: Path, target: Target, metadata: dict[str, Any]) -> None:
+    @property
+    def part_identity(self) -> dict[str, Any]:
+        """What two runs over the same parts have in common, and no others."""
+        samples = {"ids": self.data.sample_ids, "lengths": self.data.lengths.tolist()}
+        return {"numbers": self.parts.numbers, "samples": files.sha256_json(samples)}
+
+    def _check(self, folder: Path, target: Target, num_samples: int) -> None:
         shared = self.data.shared
         if (convention := shared.get("layer_convention")) != layers.CONVENTION:
             raise ValueError(
@@ -61,11 +83,11 @@ class HiddenStates:
             )
         check_same_target(target.fingerprint, shared["target"], f"--hidden-states {folder}")
         layers.check_layer_ids(self.layer_ids, target.num_layers)
-        if len(self.data) != metadata["num_samples"]:
-            raise ValueError(f"{folder}: expected {metadata['num_samples']} samples, the shards hold {len(self.data)}")
+        if len(self.data) != num_samples:
+            raise ValueError(f"{folder}: expected {num_samples} samples, the shards hold {len(self.data)}")
         if self.vocab.target_size != target.vocab_size:
             raise ValueError(
-                f"{folder}/draft_vocab.json: made for a target of {self.vocab.target_size} tokens, this one has "
+                f"{folder}/{vocab.FILE}: made for a target of {self.vocab.target_size} tokens, this one has "
                 f"{target.vocab_size}; run 01_prepare_data.py and 02_extract_hidden_states.py again"
             )
 
@@ -80,3 +102,50 @@ def _read_metadata(folder: Path) -> dict[str, Any]:
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{path}: expected format {FORMAT!r}, found {metadata.get('format')!r}")
     return metadata
+
+
+def _check_shards(folder: Path, expected: int) -> None:
+    """ValueError if shards of the set are missing, or others lie among them."""
+    names = {shard_name(index) for index in range(expected)}
+    found = {path.name for path in shard_paths(folder)}
+    if foreign := sorted(found - names):
+        raise ValueError(
+            f"--hidden-states {folder}: {foreign[0]} is not of this set, whose {METADATA} says {expected} shards "
+            f"({len(found)} are there); remove what does not belong to it"
+        )
+    if found != names:
+        raise ValueError(
+            f"--hidden-states {folder}: unfinished, it has {len(found)} of {expected} shards; run "
+            "02_extract_hidden_states.py again with the same flags, it goes on where it stopped"
+        )
+
+
+def _load_vocab(folder: Path) -> DraftVocab:
+    if not (folder / vocab.FILE).is_file():
+        raise ValueError(
+            f"--hidden-states {folder}: has no {vocab.FILE}; 02_extract_hidden_states.py copies it from beside the "
+            "prepared data: run it again with the same flags, or copy the file"
+        )
+    return DraftVocab.load(folder)
+
+
+def _part_of(metadata: dict[str, Any]) -> tuple[int, int]:
+    """(number, total) of 02's --part; (1, 1) of a whole set."""
+    number, total = (metadata["settings"].get("part") or "1/1").split("/")
+    return int(number), int(total)
+
+
+def _check_together(
+    folders: Sequence[Path], metadata: dict[Path, dict[str, Any]], parts: dict[Path, tuple[int, int]]
+) -> None:
+    """ValueError unless the folders are different parts of one set with one draft vocabulary."""
+    first, *others = folders
+    for folder in others:
+        settings = {f: metadata[f]["settings"] | {"part": f"of {parts[f][1]}"} for f in (first, folder)}
+        if difference := files.first_difference(settings[first], settings[folder]):
+            raise ValueError(f"--hidden-states: {first} and {folder} are not parts of one set: {difference}")
+        if _load_vocab(first).fingerprint != _load_vocab(folder).fingerprint:
+            raise ValueError(f"--hidden-states: {first} and {folder} have different draft vocabularies")
+    if len({parts[folder] for folder in folders}) < len(folders):
+        names = ", ".join(f"{number}/{total}" for number, total in parts.values())
+        raise ValueError(f"--hidden-states: expected different parts of one set, found {names}")

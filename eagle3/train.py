@@ -20,13 +20,14 @@ from typing import Any
 import torch
 
 from eagle3 import checkpoint, files
-from eagle3.batches import Pack, Schedule, check_fit, loss_mask, pack, read_ahead, split
+from eagle3.batches import Pack, Schedule, check_fit, loss_mask, pack, read_ahead
 from eagle3.checkpoint import Position
 from eagle3.draft import Draft, DraftConfig, Teacher, embedding
 from eagle3.export import export
 from eagle3.initial import InitialDraft
 from eagle3.metrics import Recorder, Sums, Window, check_trackers, line, memory_gb
-from eagle3.optim import Optimizer, learning_rate
+from eagle3.optim import Optimizer
+from eagle3.parts import Course, Samples
 from eagle3.ranks import Ranks, gradients
 from eagle3.states import HiddenStates
 from eagle3.target import Target
@@ -83,13 +84,32 @@ class Run:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint must agree with to be gone on with."""
-        return {"settings": asdict(self.settings), "data": self.states.identity}
+        """What a checkpoint must agree with to be gone on with; in `part` only while those parts are trained on."""
+        return {"settings": asdict(self.settings), "data": self.states.identity, "part": self.states.part_identity}
 
     def position(self) -> Position:
-        """Where the run stands: its last checkpoint, or the beginning. ValueError if that was another run."""
-        steps = checkpoint.steps_on_disk(self.folder)
-        return checkpoint.read_position(self.folder, steps[-1], self.identity) if steps else Position()
+        """Where the run stands: its last checkpoint, or the beginning.
+
+        ValueError if that was another run, or if other parts are its next.
+        """
+        position, parts, identity = Position(), self.states.parts, self.identity
+        if steps := checkpoint.steps_on_disk(self.folder):
+            position, stored = checkpoint.read_position(self.folder, steps[-1])
+            between = position.step == position.part_start or self.trained(position)
+            if between and stored["part"]["numbers"] != parts.numbers:
+                identity.pop("part"), stored.pop("part")
+            checkpoint.check_same_run(self.folder, stored, identity)
+        parts.check_turn(position.parts_done)
+        return position
+
+    def trained(self, position: Position) -> bool:
+        """Whether the parts at hand have been trained to their end."""
+        return self.states.parts.last <= position.parts_done
+
+    def samples(self, position: Position) -> Samples:
+        """What is trained on and what is held out. ValueError if the two cannot be had."""
+        done = 0 if self.trained(position) else position.parts_done
+        return Samples.of(self.states.data, self.settings.eval_fraction, done, self.folder)
 
 
 def plan_run(args: argparse.Namespace) -> Run:
@@ -97,13 +117,8 @@ def plan_run(args: argparse.Namespace) -> Run:
     settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
     files.check_folder("--output-dir", args.output_dir)
     target = Target.open(args.model_path)
-    states = HiddenStates.open(args.hidden_states, target)
+    states = HiddenStates.open_all(args.hidden_states, target)
     check_fit(states.data, settings.batch_tokens)
-    train_samples, _ = split(states.data.sample_ids, settings.eval_fraction)
-    if not supervised_counts(*loss_mask(states.data, train_samples), 1).any():
-        raise ValueError(
-            f"--hidden-states {args.hidden_states}: no sample has two generated tokens in a row to learn from"
-        )
     DraftConfig.for_target(target, states.vocab)
     check_trackers(args.track)
     run = Run(
@@ -118,7 +133,10 @@ def plan_run(args: argparse.Namespace) -> Run:
         keep=args.keep,
         trackers=args.track,
     )
-    run.position()
+    position = run.position()
+    if not supervised_counts(*loss_mask(states.data, run.samples(position).train), 1).any():
+        where = " ".join(map(str, args.hidden_states))
+        raise ValueError(f"--hidden-states {where}: no sample has two generated tokens in a row to learn from")
     return run
 
 
@@ -133,11 +151,13 @@ def _initial(settings: Settings, states: HiddenStates, target: Target) -> Initia
 
 
 def run_training(run: Run) -> bool:
-    """Train `run` to its end and say so; False if it was asked to stop before."""
-    ranks, draft = Ranks.join(), run.folder / DRAFT
+    """Train `run` to its end, or that of the parts at hand, and say so; False if it was asked to stop before."""
+    ranks, draft, parts = Ranks.join(), run.folder / DRAFT, run.states.parts
     try:
-        if (before := run.position()).finished:
-            ranks.say(f"finished before, at step {before.step}: the draft is {draft}")
+        if run.trained(before := run.position()):
+            what = "finished" if before.finished else f"part {parts} was trained"
+            ranks.say(f"{what} before, at step {before.step}: the draft is {draft}")
+            mark_trained(run, ranks)
             return True
         with files.locked(run.folder) if ranks.first else nullcontext():
             trainer = Trainer.start(run, ranks)
@@ -146,11 +166,19 @@ def run_training(run: Run) -> bool:
             position = train(trainer)
     finally:
         ranks.leave()
-    if position.finished:
-        ranks.say(f"done: {position.step} steps, the best draft (step {position.best_step}) is {draft}")
-    else:
-        ranks.say(f"stopped after step {position.step} of {trainer.num_steps}: the same command goes on from there")
-    return position.finished
+    if not run.trained(position):
+        ranks.say(f"stopped after step {position.step} of {trainer.course.end}: the same command goes on from there")
+        return False
+    what = "done" if position.finished else f"part {parts} is trained, part {parts.last + 1}/{parts.total} is next"
+    ranks.say(f"{what}: {position.step} steps, the best draft (step {position.best_step}) is {draft}")
+    mark_trained(run, ranks)
+    return True
+
+
+def mark_trained(run: Run, ranks: Ranks) -> None:
+    """For scripts that delete a part once it is trained: a file that says so. The checkpoint is what counts here."""
+    if ranks.first and run.states.parts.total > 1:
+        files.write_json(run.folder / run.states.parts.marker, {"trained": str(run.states.parts)})
 
 
 class StopRequest:
@@ -183,9 +211,10 @@ class Trainer:
     teacher: Teacher
     optimizer: Optimizer
     position: Position
+    samples: Samples
     schedule: Schedule
     eval_packs: list[Pack]
-    num_steps: int
+    course: Course
     checkpoint_interval: int
     recorder: Recorder | None
 
@@ -204,13 +233,17 @@ class Trainer:
         if position.step:
             restore(draft, optimizer, checkpoint.load(run.folder, position.step))
         position.packs_per_step = position.packs_per_step or settings.grad_accumulation * ranks.world
-        samples, held_out = split(data.sample_ids, settings.eval_fraction)
-        budget = settings.batch_tokens
-        schedule = Schedule(data.lengths, samples, budget, position.packs_per_step, settings.seed, settings.epochs)
-        num_steps = min(len(schedule), settings.max_steps or sys.maxsize)
+        samples, budget = run.samples(position), settings.batch_tokens
+        if ranks.first and not run.states.parts.all_at_once:
+            samples.keep(run.folder)
+        packs, epochs = position.packs_per_step, settings.epochs
+        schedule = Schedule(data.lengths, samples.train, budget, packs, settings.seed, epochs)
+        done, start = position.parts_done, position.part_start
+        course = Course.of(run.states.parts, done, start, len(schedule), settings.max_steps)
+        eval_packs = pack(samples.held_out_data.lengths, samples.held_out, budget)
         recorder = Recorder(run.folder, run.trackers, asdict(settings), position.step) if ranks.first else None
         return cls(
-            run, ranks, draft, teacher, optimizer, position, schedule, pack(data.lengths, held_out, budget), num_steps,
+            run, ranks, draft, teacher, optimizer, position, samples, schedule, eval_packs, course,
             run.checkpoint_interval or len(schedule.epoch(0)), recorder,
         )  # fmt: skip
 
@@ -224,12 +257,16 @@ class Trainer:
         trained = sum(p.numel() for p in self.optimizer.parameters.values())
         tokens = schedule.lengths[schedule.samples].sum()
         rows = supervised_counts(*loss_mask(run.states.data, schedule.samples), 1).item()
+        if self.course.total > 1:
+            self.ranks.say(
+                f"part {run.states.parts} of one schedule: steps {self.course.start:,} to {self.course.end:,}"
+            )
         self.ranks.say(
             f"data: {len(schedule.samples):,} samples to train on, {tokens:,} tokens, {rows:,} supervised rows; "
             f"{sum(map(len, self.eval_packs)):,} samples held out\n"
             f"draft: {trained:,} trained weights, vocabulary {run.states.vocab.size:,} of {run.target.vocab_size:,}, "
             f"layers {run.states.layer_ids}\n"
-            f"steps: {self.num_steps:,} of {schedule.packs_per_step} packs of {schedule.budget:,} tokens, "
+            f"steps: {self.course.num_steps:,} of {schedule.packs_per_step} packs of {schedule.budget:,} tokens, "
             f"on {self.ranks.world} rank(s) of {self.ranks.device.type}"
         )
         if position.step:
@@ -284,12 +321,13 @@ def train(trainer: Trainer) -> Position:
     RuntimeError when too many steps had a gradient that is not finite.
     """
     run, ranks, position, optimizer = trainer.run, trainer.ranks, trainer.position, trainer.optimizer
-    settings, data, num_steps = run.settings, run.states.data, trainer.num_steps
+    settings, data, course = run.settings, run.states.data, trainer.course
     parameters = list(optimizer.parameters.values())
     decays = DECAY ** torch.arange(settings.ttt_steps, dtype=torch.float64)
-    num_warmup = math.ceil(settings.warmup_fraction * num_steps)
     window = Window(settings.ttt_steps, ranks.device)
-    steps, ahead = itertools.tee(itertools.islice(trainer.schedule.steps(position.step), num_steps - position.step))
+    steps, ahead = itertools.tee(
+        itertools.islice(trainer.schedule.steps(position.step - course.start), course.end - position.step)
+    )
     batches = read_ahead(data, itertools.chain.from_iterable(trainer.mine(p) for _, p in ahead), ranks.device)
     with StopRequest() as stop:
         for epoch, packs in steps:
@@ -306,7 +344,7 @@ def train(trainer: Trainer) -> Position:
             stopping = torch.tensor(float(stop.name is not None), device=ranks.device)
             ranks.sum(*gradients(parameters), stopping)  # all ranks stop after the same step
             norm = torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm).item()
-            lr = learning_rate(position.step, num_steps, num_warmup, settings.lr)
+            lr = course.learning_rate(position.step, settings.warmup_fraction, settings.lr)
             if math.isfinite(norm):
                 optimizer.step(lr)
                 window.add(sums, norm)
@@ -318,10 +356,10 @@ def train(trainer: Trainer) -> Position:
             tokens = sum(int(data.lengths[samples].sum()) for samples in packs)
             position.tokens += tokens
             window.tokens += tokens
-            stopped, last = stopping.item() > 0, position.step == num_steps
+            stopped, last = stopping.item() > 0, position.step == course.end
             if (position.step % run.log_interval == 0 or last) and window.norms:
                 log(trainer, window, epoch, lr)
-            if position.step % trainer.checkpoint_interval == 0 or last or stopped:
+            if (position.step - course.start) % trainer.checkpoint_interval == 0 or last or stopped:
                 with window.paused():
                     save(trainer, epoch, judge=last or not stopped)
             if stopped:
@@ -353,10 +391,10 @@ def log(trainer: Trainer, window: Window, epoch: float, lr: float) -> None:
         **rates,
         "memory_gb": memory_gb(ranks.device),
         "skipped": position.skipped,
-        "eta_s": (trainer.num_steps - position.step) * rates["step_s"],
+        "eta_s": (trainer.course.num_steps - position.step) * rates["step_s"],
     }
     window.norms.clear()
-    ranks.say(line(values, trainer.num_steps, run.settings.epochs))
+    ranks.say(line(values, trainer.course.num_steps, run.settings.epochs))
     trainer.record("train", values)
 
 
@@ -366,7 +404,7 @@ def evaluate(trainer: Trainer) -> dict[str, Any]:
     settings, ranks = trainer.run.settings, trainer.ranks
     sums = Sums(settings.ttt_steps, ranks.device)
     weights = torch.ones(settings.ttt_steps, device=ranks.device)
-    for batch in read_ahead(trainer.run.states.data, trainer.mine(trainer.eval_packs), ranks.device):
+    for batch in read_ahead(trainer.samples.held_out_data, trainer.mine(trainer.eval_packs), ranks.device):
         sums.add(training_loss(trainer.draft, trainer.teacher, batch, weights, loss=settings.loss))
     return sums.means(ranks, DECAY, trainer.run.num_speculative_tokens)
 
@@ -378,12 +416,14 @@ def save(trainer: Trainer, epoch: float, judge: bool) -> None:
     makes both again.
     """
     run, ranks, position = trainer.run, trainer.ranks, trainer.position
-    position.finished = position.step == trainer.num_steps
     if judge and (not trainer.eval_packs or judged_best(trainer, epoch)):
         position.best_step = position.step
         if ranks.first:
             export_draft(trainer)
             ranks.say(f"exported: {run.folder / DRAFT}")
+    if position.step == trainer.course.end:
+        position.parts_done, position.part_start = run.states.parts.last, position.step
+        position.finished = position.parts_done == run.states.parts.total
     path = checkpoint.save(run.folder, state(trainer.draft, trainer.optimizer), position, run.identity, ranks)
     if ranks.first:
         checkpoint.prune(run.folder, run.keep, position.best_step)

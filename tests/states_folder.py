@@ -24,8 +24,9 @@ def random_samples(lengths, num_layers, hidden_size, vocab_size, seed=0):
     ]
 
 
-def write_shards(folder, samples, *, dtype=torch.float32, per_shard=3, shared=None):
-    """Samples "s0", "s1", ... in shards of `per_shard`; returns the number of shards."""
+def write_shards(folder, samples, *, dtype=torch.float32, per_shard=3, shared=None, names=None):
+    """Samples `names`, or "s0", "s1", ..., in shards of `per_shard`; returns the number of shards."""
+    names = names or [f"s{i}" for i in range(len(samples))]
     folder.mkdir(parents=True, exist_ok=True)
     form = ShardFormat(samples[0][2].shape[1], samples[0][2].shape[2], dtype, shared or {})
     groups = [range(i, min(i + per_shard, len(samples))) for i in range(0, len(samples), per_shard)]
@@ -33,7 +34,7 @@ def write_shards(folder, samples, *, dtype=torch.float32, per_shard=3, shared=No
         ids, masks, states = zip(*(samples[i] for i in group), strict=True)
         content = ShardContent(
             index=number,
-            sample_ids=[f"s{i}" for i in group],
+            sample_ids=[names[i] for i in group],
             offsets=np.cumsum([0, *map(len, ids)]),
             input_ids=np.concatenate(ids).astype(np.int32),
             loss_mask=np.concatenate(masks),
@@ -48,9 +49,15 @@ def write_shards(folder, samples, *, dtype=torch.float32, per_shard=3, shared=No
 
 
 def write_hidden_states(
-    folder: Path, of: Target, samples, layer_ids, vocab: DraftVocab, dtype=torch.float32, **changes
+    folder: Path, of: Target, samples, layer_ids, vocab: DraftVocab, dtype=torch.float32, part=None, **changes
 ) -> Path:
-    """A whole folder of target `of`. `changes` replace entries of the metadata that the shards share."""
+    """A whole folder of target `of`, or `part` (i, n) of it: every n-th sample from the i-th on.
+
+    `changes` replace entries of the metadata that the shards share.
+    """
+    index, count = part or (1, 1)
+    names = [f"s{i}" for i in range(len(samples))][index - 1 :: count]
+    samples = samples[index - 1 :: count]
     shared = {
         "layer_ids": layer_ids,
         "layer_convention": layers.CONVENTION,
@@ -59,11 +66,11 @@ def write_hidden_states(
         "target": of.fingerprint,
         "versions": {"torch": torch.__version__},
     } | changes
-    num_shards = write_shards(folder, samples, dtype=dtype, shared=shared)
+    num_shards = write_shards(folder, samples, dtype=dtype, shared=shared, names=names)
     metadata = {
         "format": shards.FORMAT,
         "shared": shared,
-        "settings": {},
+        "settings": {"data_sha256": "0" * 64, "part": f"{index}/{count}" if part else None},
         "prepared": {},
         "num_samples": len(samples),
         "num_tokens": sum(len(ids) for ids, _, _ in samples),

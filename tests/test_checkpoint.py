@@ -27,7 +27,7 @@ def test_what_comes_back_is_what_was_saved(tmp_path):
     assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert loaded[name].dtype == tensor.dtype and torch.equal(loaded[name], tensor)
-    assert checkpoint.read_position(tmp_path, 12, IDENTITY) == position
+    assert checkpoint.read_position(tmp_path, 12) == (position, IDENTITY)
 
 
 def test_a_save_that_was_killed_leaves_no_checkpoint(tmp_path, monkeypatch):
@@ -56,4 +56,5 @@ def test_other_settings_are_named(tmp_path):
     """The first key that differs, with both values."""
     checkpoint.save(tmp_path, {"a": torch.ones(1)}, Position(step=1), IDENTITY, ALONE)
     with pytest.raises(ValueError, match=r"holds a run with another settings\.seed: expected 3, found 4"):
-        checkpoint.read_position(tmp_path, 1, {"settings": {"lr": 0.1, "seed": 4}})
+        stored = checkpoint.read_position(tmp_path, 1)[1]
+        checkpoint.check_same_run(tmp_path, stored, {"settings": {"lr": 0.1, "seed": 4}})

@@ -12,7 +12,7 @@ import torch
 from states_folder import random_samples, write_hidden_states
 from training_run import LAYER_IDS, SCRIPT, arguments, draft_vocab, planned, script, write_states
 
-from eagle3 import checkpoint, cli, train
+from eagle3 import checkpoint, cli, parts, train
 from eagle3.files import locked
 from eagle3.metrics import check_trackers, means_of
 from eagle3.optim import learning_rate
@@ -54,11 +54,11 @@ def ask_to_stop_after(monkeypatch, step):
     """A SIGTERM arrives while step `step` (0-based) computes its learning rate."""
 
     def learning_rate_then_signal(at, *args):
-        if at == step:
+        if round(at) == step:
             os.kill(os.getpid(), signal.SIGTERM)
         return learning_rate(at, *args)
 
-    monkeypatch.setattr(train, "learning_rate", learning_rate_then_signal)
+    monkeypatch.setattr(parts, "learning_rate", learning_rate_then_signal)
 
 
 def test_the_learning_rate_rises_over_the_warm_up_and_falls_by_a_cosine():
@@ -209,7 +209,7 @@ def test_a_run_goes_on_with_no_other_data(tiny_llama, uninterrupted, tmp_path):
     """Other samples are another run."""
     samples = random_samples([20] * 10, num_layers=4, hidden_size=64, vocab_size=512)
     other = write_hidden_states(tmp_path, Target.open(tiny_llama), samples, LAYER_IDS, draft_vocab())
-    with pytest.raises(ValueError, match=r"holds a run with another data\.samples: expected"):
+    with pytest.raises(ValueError, match=r"holds a run with another part\.samples: expected"):
         planned(tiny_llama, other, uninterrupted.folder, grad_accumulation=2)
 
 

@@ -33,10 +33,11 @@ def write_states(folder: Path, model_path: Path, **changes) -> Path:
     return write_hidden_states(folder, Target.open(model_path), samples, LAYER_IDS, draft_vocab(), **changes)
 
 
-def arguments(model_path: Path, states: Path, output: Path, *extra: str, **flags) -> list[str]:
+def arguments(model_path: Path, states: Path | list[Path], output: Path, *extra: str, **flags) -> list[str]:
     """The command line; flags with underscores replace FLAGS."""
     values = FLAGS | {name.replace("_", "-"): value for name, value in flags.items()}
-    paths = ["--model-path", str(model_path), "--hidden-states", str(states), "--output-dir", str(output)]
+    folders = states if isinstance(states, list) else [states]
+    paths = ["--model-path", str(model_path), "--output-dir", str(output), "--hidden-states", *map(str, folders)]
     return [*paths, *(f"--{name}={value}" for name, value in values.items()), *extra, "--track"]
 
 
