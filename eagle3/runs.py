@@ -18,6 +18,7 @@ DEPTH = 2  # folders below the one that is looked at
 STATUS, META, METADATA, SETTINGS, EVALUATION = (
     "status.json", ".meta.json", "metadata.json", "settings.json", "evaluation.json",
 )  # fmt: skip
+METRICS = "metrics.jsonl"
 NOT_LOOKED_INTO = ("checkpoints", "tensorboard")
 FORMATS = {
     "eagle3-answers/": "generate",
@@ -119,7 +120,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
     ValueError naming the line that is broken.
     """
-    path = folder / "metrics.jsonl"
+    path = folder / METRICS
     records = []
     for number, line in enumerate(path.read_text().splitlines(keepends=True) if path.is_file() else [], 1):
         if not line.endswith("\n"):
@@ -161,7 +162,7 @@ def _extracted(output: Output) -> str | None:
     content = output.content
     if num_shards(output.place) < content["num_shards"]:
         return None
-    return f"{content['num_samples']:,} samples, {content['num_tokens']:,} tokens in {content['num_shards']:,} shards"
+    return f"{content['num_samples']:,} samples, {content['num_tokens']:,} tokens; shards: {content['num_shards']:,}"
 
 
 def num_shards(folder: Path) -> int:
@@ -179,12 +180,14 @@ def _trained(output: Output) -> str | None:
     return f"{steps[-1]['step']:,} steps{estimated}"
 
 
-def _evaluated(output: Output) -> str:
-    row = output.content["benchmarks"]["all"]
-    return (
-        f"acceptance length {row['acceptance_length']:.2f}, speed-up {row['speed_up']:.2f}x, "
-        f"{row['identical']:,} of {row['prompts']:,} answers identical"
-    )
+def _evaluated(output: Output) -> str | None:
+    content = output.content
+    row = content["benchmarks"].get("all")
+    if not (content["finished"] and row):
+        return None
+    speed = "" if row["speed_up"] is None else f", speed-up {row['speed_up']:.2f}x"
+    same = "" if row["identical"] is None else f", {row['identical']:,} of {row['prompts']:,} answers identical"
+    return f"acceptance length {row['acceptance_length']:.2f}{speed}{same}"
 
 
 RESULTS = {

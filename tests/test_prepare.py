@@ -315,7 +315,8 @@ def test_show_and_report(script):
     code, folder, printed = script([{"messages": [user("a<b"), assistant("x<y")]}], "--show", "1")
     assert code == 0 and "<|im_assistant|>assistant<|im_middle|><think>[[</think>x<y<|im_end|>]]" in printed
     page = (folder / "report.html").read_text()
-    assert "&lt;think&gt;<mark>&lt;/think&gt;x&lt;y&lt;|im_end|&gt;</mark>" in page and "a&lt;b" in page
+    marked = '&lt;think&gt;<mark class="supervised">&lt;/think&gt;x&lt;y&lt;|im_end|&gt;</mark>'
+    assert marked in page and "a&lt;b" in page
 
 
 def test_t4_vocabulary_maps():
