@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.platforms import current_platform
+from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from eagle3 import capture, selfcheck
 from eagle3.layers import vllm_aux_ids
@@ -101,6 +102,8 @@ class HiddenStatesWorker(PlatformWorker):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
+        if isinstance(output, AsyncModelRunnerOutput):  # of the V2 model runner, whatever the scheduling
+            output = output.get_output()
         check, self.pending_check = self.pending_check, None
         if check is not None and self.rank == 0:
             sampled = dict(zip(output.req_ids, output.sampled_token_ids, strict=True))

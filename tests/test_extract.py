@@ -94,6 +94,15 @@ def test_every_schedule_gives_the_same_states(tiny_llama, data, tmp_path):
     assert shards.verify(tmp_path / "states") == []
 
 
+@pytest.mark.slow
+def test_a_compiled_target_gives_the_same_states(tiny_llama, data, tmp_path):
+    """With --compile the first step is computed both ways and agrees; every row of that step and of the compiled ones
+    after it equals Transformers'."""
+    planned = extract.plan_extraction(options(tiny_llama, data, tmp_path / "states", compile=True))
+    run_in_process(planned)
+    assert hf_states.worst_error(tiny_llama, ShardSet(tmp_path / "states")) < 1e-4
+
+
 @pytest.mark.parametrize(
     ("worker", "said"),
     [
