@@ -71,9 +71,11 @@ def add_running(group: argparse._ArgumentGroup) -> None:
 
 
 def check(args: argparse.Namespace) -> "Run":
+    from eagle3.ranks import Ranks
     from eagle3.train import plan_run
 
-    return plan_run(args)
+    with Ranks.join().refusing_together():
+        return plan_run(args)
 
 
 def work(run: "Run") -> None:

@@ -33,6 +33,7 @@ import torch
 import eagle3.ttt
 from eagle3.batches import PackedBatch
 from eagle3.draft import Draft, DraftConfig, Teacher
+from eagle3.flops import training_flops
 from eagle3.ttt import supervised_counts, supervised_depth, training_loss
 
 KIMI = {"hidden_size": 7168, "intermediate_size": 12288, "num_heads": 64, "num_kv_heads": 64, "head_dim": 128}
@@ -138,19 +139,10 @@ def our_rows(case: Case, draft: Draft, teacher: Teacher, batch: PackedBatch) -> 
 
 
 def our_flops(case: Case) -> float:
-    """Floating-point operations of a step: 2 a multiply-add; backward twice the forward, less what nothing needs."""
-    c = case.config
-    hidden, ffn, vocabulary, qkv = c.hidden_size, c.intermediate_size, c.draft_vocab_size, c.q_size + 2 * c.kv_size
-    batch = random_batch(case, 0).loss_mask
-    rows = supervised_counts(batch, list(range(0, case.tokens + 1, case.length)), case.steps).float()
-    first, all_steps = rows[0].item(), rows.sum().item()
-    once = case.tokens * hidden * (3 * hidden + qkv)  # inputs frozen: no gradient by them
-    layer = case.tokens * hidden * 2 * c.kv_size + first * hidden * c.q_size + (all_steps - first) * hidden * qkv
-    layer += all_steps * hidden * (c.q_size + 3 * ffn)
-    head = hidden * vocabulary * (4 * all_steps + 2 * first)
-    keys = (1 + case.supervised) / 2 * case.length * (2 - case.supervised) / (1 + case.supervised)
-    attention = all_steps * 2 * c.q_size * keys
-    return 4 * once + 6 * layer + head + 6 * attention
+    """Floating-point operations of a step; all batches of a case have one mask."""
+    batch = random_batch(case, 0)
+    depth = supervised_depth(batch.loss_mask, batch.offsets, case.steps)
+    return training_flops(case.config, depth, batch.offsets, train_head=False)
 
 
 # --- speculators ---------------------------------------------------------------------------------------------------

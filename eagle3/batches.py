@@ -139,7 +139,7 @@ def read_pack(data: ShardSet, samples: Pack, pin_memory: bool = False) -> Packed
     """Copy one pack's samples out of the mapped shards."""
     found = [data.locate(sample) for sample in samples]
     ids = [torch.from_numpy(shard.input_ids[shard.rows(index)].astype(np.int64)) for shard, index in found]
-    states, scales = zip(*(shard.stored(index) for shard, index in found), strict=True)  # views: nothing is read yet
+    states, scales = zip(*(shard.verified(index) for shard, index in found), strict=True)
     mask, offsets = loss_mask(data, samples)
     return PackedBatch(
         input_ids=_joined(ids, pin_memory),

@@ -58,7 +58,8 @@ def means_of(table: torch.Tensor, decay: float, num_drafts: int) -> dict[str, An
 
 
 class Window:
-    """What happened since the last line: sums, gradient norms, tokens of all ranks, seconds spent waiting for data."""
+    """What happened since the last line: sums, gradient norms, tokens and operations of all ranks, seconds of waiting
+    for data."""
 
     def __init__(self, ttt_steps: int, device: torch.device) -> None:
         self.sums = Sums(ttt_steps, device)
@@ -66,7 +67,8 @@ class Window:
         self._restart()
 
     def _restart(self) -> None:
-        self.start, self.waited, self.tokens = time.perf_counter(), 0.0, 0
+        self.start, self.waited = time.perf_counter(), 0.0
+        self.tokens, self.flops = 0, 0.0
 
     def add(self, sums: Sums, norm: float) -> None:
         self.sums.table += sums.table
@@ -86,11 +88,14 @@ class Window:
         yield
         self.start += time.perf_counter() - start
 
-    def rates(self) -> dict[str, float]:
-        """`tokens_per_s` of all ranks, `step_s` and `data_wait_share` of this one; the time starts anew."""
+    def rates(self, world: int, peak: float | None) -> dict[str, float | None]:
+        """`tokens_per_s` of all ranks, `tflops` and `mfu` of each of `world`, `step_s` and `data_wait_share` of this
+        one; the time starts anew. `peak`: operations a second that one could do; without it there is no `mfu`."""
         seconds = time.perf_counter() - self.start
         rates = {
             "tokens_per_s": self.tokens / seconds,
+            "tflops": self.flops / seconds / world / 1e12,
+            "mfu": self.flops / seconds / world / peak if peak else None,
             "step_s": seconds / len(self.norms),
             "data_wait_share": self.waited / seconds,
         }
@@ -108,11 +113,12 @@ def memory_gb(device: torch.device) -> float:
 def line(values: dict[str, Any], num_steps: int, num_epochs: int) -> str:
     """One fixed-width line on the steps since the last one."""
     accepted = " ".join(f"{100 * share:4.1f}" for share in values["accepted"])
+    mfu = "   -" if values["mfu"] is None else f"{100 * values['mfu']:3.0f}%"
     return (
         f"step {values['step']:6d}/{num_steps} {100 * values['step'] / num_steps:5.1f}%  "
         f"epoch {values['epoch']:6.2f}/{num_epochs}  loss {values['loss']:8.4f}  grad {values['grad_norm']:8.3f}  "
         f"lr {values['lr']:.2e}  accepted % {accepted}  length {values['acceptance_length']:4.2f}  "
-        f"{values['tokens_per_s']:9,.0f} tok/s  wait {100 * values['data_wait_share']:4.1f}%  "
+        f"{values['tokens_per_s']:9,.0f} tok/s  mfu {mfu}  wait {100 * values['data_wait_share']:4.1f}%  "
         f"{values['memory_gb']:5.1f} GB  ETA {timedelta(seconds=round(values['eta_s']))}"
     )
 
@@ -149,7 +155,7 @@ def flat(kind: str, values: dict[str, Any]) -> dict[str, float]:
     for key, value in values.items():
         if isinstance(value, list):
             numbers |= {f"{kind}/{key}_{i}": item for i, item in enumerate(value)}
-        elif key != "step":
+        elif key != "step" and value is not None:
             numbers[f"{kind}/{key}"] = value
     return numbers
 

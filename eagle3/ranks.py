@@ -7,11 +7,16 @@ weights would only gather them again.
 """
 
 import os
-from collections.abc import Iterable
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+from eagle3 import cli
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,8 @@ class Ranks:
             torch.cuda.set_device(device)
         if "RANK" not in os.environ:
             return cls(0, 1, device)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        if not dist.is_initialized():
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         return cls(dist.get_rank(), dist.get_world_size(), device)
 
     @property
@@ -49,6 +55,28 @@ class Ranks:
         if self.world > 1:
             for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
                 work.wait()
+
+    @contextmanager
+    def refusing_together(self) -> Iterator[None]:
+        """What any rank refuses in the block (ValueError, OSError) ends all of them with cli.REFUSED, and is said once.
+
+        The first rank raises it as a ValueError, the others leave silently.
+        """
+        refusal = None
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            refusal = cli.describe(error)
+        refusals: list[str | None] = [refusal]
+        if self.world > 1:
+            refusals *= self.world
+            dist.all_gather_object(refusals, refusal)
+        if any(refusals):
+            self.leave()
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the others once one has left: let all leave
+            if not self.first:
+                sys.exit(cli.REFUSED)
+            raise ValueError("; ".join(dict.fromkeys(filter(None, refusals))))
 
     def barrier(self) -> None:
         if self.world > 1:

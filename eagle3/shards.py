@@ -39,6 +39,7 @@ from eagle3 import files
 FORMAT = "eagle3-hidden-states/1"
 METADATA = "metadata.json"
 VERIFY_THREADS = 8  # a disk gives its full rate to several readers only
+REDO = "02_extract_hidden_states.py with the same flags redoes the shard"
 DTYPE_CODES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}
 
 
@@ -272,6 +273,7 @@ class Shard:
         except (SafetensorError, ValueError, OSError) as error:
             raise ValueError(f"{path}: not a whole shard: {error}") from None
         self.sample_ids: list[str] = metadata["sample_ids"]
+        self._unverified = set(range(len(self.sample_ids)))
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -295,6 +297,20 @@ class Shard:
         rows = self.rows(sample)
         return self._states[rows], self._scale[rows] if self._scale is not None else None
 
+    def verified(self, sample: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`stored`, held against its checksum the first time. ValueError naming shard and sample if it is damaged."""
+        tensors = self.stored(sample)
+        if sample in self._unverified:
+            if self._checksum_of(tensors) != self.metadata["checksums"][sample]:
+                raise ValueError(f"{self._fault(sample)}; {REDO}")
+            self._unverified.discard(sample)
+        return tensors
+
+    def check_tokens(self) -> None:
+        """ValueError naming the shard if its ids, masks or offsets are damaged."""
+        if fault := self._token_fault():
+            raise ValueError(f"{fault}; {REDO}")
+
     def sample(self, index: int, layers: slice = slice(None)) -> Sample:
         """One sample; fp8 states are returned as bfloat16."""
         states, scale = self.stored(index)
@@ -310,16 +326,25 @@ class Shard:
 
     def faults(self) -> list[str]:
         """What is wrong with the stored bytes, one line a fault; empty when every checksum holds."""
-        found = []
-        if _tokens_checksum(self.offsets, self.input_ids, self.loss_mask) != self.metadata["checksum_tokens"]:
-            found.append(f"{self.path}: ids, mask or offsets do not match their checksum")
-        for index, expected in enumerate(self.metadata["checksums"]):
-            digests = _digests(self._scale is not None)
-            for digest, tensor in zip(digests.values(), self.stored(index), strict=False):
-                digest.update(_bytes_of(tensor))
-            if _checksum(digests) != expected:
-                found.append(f"{self.path}: sample {self.sample_ids[index]!r} does not match its checksum")
-        return found
+        found = [self._token_fault()] + [
+            None if self._checksum_of(self.stored(index)) == expected else self._fault(index)
+            for index, expected in enumerate(self.metadata["checksums"])
+        ]
+        return [fault for fault in found if fault]
+
+    def _fault(self, sample: int) -> str:
+        return f"{self.path}: sample {self.sample_ids[sample]!r} does not match its checksum"
+
+    def _token_fault(self) -> str | None:
+        if _tokens_checksum(self.offsets, self.input_ids, self.loss_mask) == self.metadata["checksum_tokens"]:
+            return None
+        return f"{self.path}: ids, mask or offsets do not match their checksum"
+
+    def _checksum_of(self, tensors: tuple[torch.Tensor, torch.Tensor | None]) -> str:
+        digests = _digests(self._scale is not None)
+        for digest, tensor in zip(digests.values(), tensors, strict=False):
+            digest.update(_bytes_of(tensor))
+        return _checksum(digests)
 
 
 class ShardSet:

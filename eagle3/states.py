@@ -76,6 +76,8 @@ class HiddenStates:
 
     def _check(self, folder: Path, target: Target, num_samples: int) -> None:
         shared = self.data.shared
+        for shard in self.data.shards:
+            shard.check_tokens()
         if (convention := shared.get("layer_convention")) != layers.CONVENTION:
             raise ValueError(
                 f"{folder}: its layers are counted by an unknown convention, {convention!r}; expected "

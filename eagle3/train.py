@@ -24,6 +24,7 @@ from eagle3.batches import Pack, Schedule, check_fit, loss_mask, pack, read_ahea
 from eagle3.checkpoint import Position
 from eagle3.draft import Draft, DraftConfig, Teacher, embedding
 from eagle3.export import export
+from eagle3.flops import device_peak, training_flops
 from eagle3.initial import InitialDraft
 from eagle3.metrics import Recorder, Sums, Window, check_trackers, line, memory_gb
 from eagle3.optim import Optimizer
@@ -31,11 +32,12 @@ from eagle3.parts import Course, Samples
 from eagle3.ranks import Ranks, gradients
 from eagle3.states import HiddenStates
 from eagle3.target import Target
-from eagle3.ttt import supervised_counts, training_loss
+from eagle3.ttt import counts_of, supervised_counts, supervised_depth, training_loss
 
 DECAY = 0.8  # weight of training-time-test step i is DECAY**i (EAGLE-3)
 MAX_SKIPPED, MAX_SKIPPED_SHARE = 10, 0.05  # steps with a gradient that is not finite, before the run ends
 DRAFT = "draft"
+MAX_CHAIN = 16  # guesses in a row: even where each is right 2 times in 3, a chain of 16 is right once in 600
 PACKAGES = ("torch", "safetensors", "numpy")  # whose versions settings.json names
 
 
@@ -115,6 +117,8 @@ class Run:
 def plan_run(args: argparse.Namespace) -> Run:
     """Check the flags of 03_train_draft.py against target and hidden states. ValueError names what does not fit."""
     settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
+    _check_chain("--ttt-steps", settings.ttt_steps, "7 in EAGLE-3; each step costs as much as the first")
+    _check_chain("--num-speculative-tokens", args.num_speculative_tokens, "3 to 5 are usual")
     files.check_folder("--output-dir", args.output_dir)
     target = Target.open(args.model_path)
     states = HiddenStates.open_all(args.hidden_states, target)
@@ -138,6 +142,11 @@ def plan_run(args: argparse.Namespace) -> Run:
         where = " ".join(map(str, args.hidden_states))
         raise ValueError(f"--hidden-states {where}: no sample has two generated tokens in a row to learn from")
     return run
+
+
+def _check_chain(flag: str, number: int, hint: str) -> None:
+    if number > MAX_CHAIN:
+        raise ValueError(f"{flag} {number}: expected 1 to {MAX_CHAIN} ({hint}); a longer chain is hardly ever accepted")
 
 
 def _initial(settings: Settings, states: HiddenStates, target: Target) -> InitialDraft | None:
@@ -331,7 +340,10 @@ def train(trainer: Trainer) -> Position:
     batches = read_ahead(data, itertools.chain.from_iterable(trainer.mine(p) for _, p in ahead), ranks.device)
     with StopRequest() as stop:
         for epoch, packs in steps:
-            counts = supervised_counts(*loss_mask(data, itertools.chain(*packs)), settings.ttt_steps)
+            mask, offsets = loss_mask(data, itertools.chain(*packs))
+            depth = supervised_depth(mask, offsets, settings.ttt_steps)
+            counts = counts_of(depth, settings.ttt_steps)
+            window.flops += training_flops(trainer.draft.config, depth, offsets, settings.train_head)
             weights = (decays / counts.clamp(min=1)).float().to(ranks.device)
             sums = Sums(settings.ttt_steps, ranks.device)
             for _ in trainer.mine(packs):
@@ -381,7 +393,7 @@ def check_skipped(trainer: Trainer, norm: float) -> None:
 def log(trainer: Trainer, window: Window, epoch: float, lr: float) -> None:
     """One line and one record on the steps since the last one."""
     run, ranks, position = trainer.run, trainer.ranks, trainer.position
-    rates = window.rates()
+    rates = window.rates(ranks.world, device_peak(ranks.device))
     values = {
         "step": position.step,
         "epoch": epoch,

@@ -61,10 +61,11 @@ def supervised_depth(loss_mask: torch.Tensor, offsets: Sequence[int], steps: int
 
 def supervised_counts(loss_mask: torch.Tensor, offsets: Sequence[int], steps: int) -> torch.Tensor:
     """N_i, the number of rows that count at each step: int64 [steps]."""
-    return _counts(supervised_depth(loss_mask, offsets, steps), steps)
+    return counts_of(supervised_depth(loss_mask, offsets, steps), steps)
 
 
-def _counts(depth: torch.Tensor, steps: int) -> torch.Tensor:
+def counts_of(depth: torch.Tensor, steps: int) -> torch.Tensor:
+    """Rows of these depths that count at each step: int64 [steps]."""
     return (depth[:, None] > torch.arange(steps, device=depth.device)).sum(0)
 
 
@@ -118,7 +119,7 @@ class Layout:
         rows = torch.stack([index, starts[index], depth[index], torch.arange(len(index), device=depth.device)])
         positions = torch.arange(len(depth), device=depth.device) - starts
         device = batch.hidden_states.device
-        return cls(_move(positions, device), Rows(*_move(rows, device)), _counts(depth, steps).tolist())
+        return cls(_move(positions, device), Rows(*_move(rows, device)), counts_of(depth, steps).tolist())
 
 
 def _move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -207,7 +208,7 @@ class _Unroll:
         sums = torch.zeros_like(weights)
         correct, accepted = torch.zeros(2, steps, dtype=torch.int64, device=weights.device)
         alive = torch.ones(len(self.rows), dtype=torch.bool, device=weights.device)
-        counts = _counts(self.rows.depth, steps)
+        counts = counts_of(self.rows.depth, steps)
         q = self._first_projections()
         for step, count in enumerate(self.counts):
             if not count:

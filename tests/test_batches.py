@@ -8,7 +8,7 @@ import torch
 from states_folder import random_samples, write_shards
 
 from eagle3.batches import Schedule, check_fit, loss_mask, pack, read_ahead, read_pack, split
-from eagle3.shards import ShardSet
+from eagle3.shards import Shard, ShardSet
 
 LENGTHS = [5, 9, 3, 12, 7, 4, 10]
 CPU = torch.device("cpu")
@@ -128,3 +128,16 @@ def test_the_mask_of_a_step_is_known_without_reading_states(data, samples):
     assert offsets == [0, 4, 7]
     assert mask.tolist() == [bool(m) for m in [*samples[5][1], *samples[2][1]]]
     assert loss_mask(data, [])[1] == [0]
+
+
+def test_a_sample_is_held_against_its_checksum_the_first_time_only(data, monkeypatch):
+    """Every byte is looked at once; later epochs cost nothing."""
+    looked_at = []
+    monkeypatch.setattr(Shard, "_checksum_of", lambda shard, tensors: looked_at.append(len(tensors[0])) or "")
+    with pytest.raises(ValueError, match="sample 's1' does not match its checksum"):
+        read_pack(data, [1])
+    monkeypatch.undo()
+    read_pack(data, [1])
+    monkeypatch.setattr(Shard, "_checksum_of", lambda shard, tensors: looked_at.append(len(tensors[0])) or "")
+    read_pack(data, [1])
+    assert looked_at == [9]

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -142,6 +144,59 @@ def test_the_script_stops_with_130_then_finishes_with_0_then_says_that_it_is_fin
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_two_ranks_refuse_once_and_leave_together(tiny_llama, states, tmp_path):
+    """torchrun's log has the refusal one time, not one a rank, and every rank's exit code is 2."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(SCRIPT)]
+    command += arguments(tiny_llama, states, tmp_path, ttt_steps=100)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.stderr.count("error: --ttt-steps 100: expected 1 to 16") == 1
+    assert re.findall(r"exitcode +: (-?\d+) \(pid", ended.stderr) == ["2", "2"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"ttt_steps": 100}, r"--ttt-steps 100: expected 1 to 16 \(7 in EAGLE-3"),
+        ({"num_speculative_tokens": 1000}, r"--num-speculative-tokens 1000: expected 1 to 16 \(3 to 5 are usual"),
+    ],
+)
+def test_a_chain_of_drafts_that_no_target_would_accept_is_refused(tiny_llama, states, tmp_path, flags, said):
+    """The range is named."""
+    with pytest.raises(ValueError, match=said):
+        planned(tiny_llama, states, tmp_path, **flags)
+
+
+def flip_a_byte(shard, tensor):
+    """Damage the middle of a tensor of a shard's file."""
+    content = bytearray(shard.read_bytes())
+    header = int.from_bytes(content[:8], "little")
+    first, end = json.loads(content[8 : 8 + header])[tensor]["data_offsets"]
+    content[8 + header + (first + end) // 2] ^= 1
+    shard.write_bytes(content)
+
+
+def test_a_damaged_sample_is_named_when_it_is_read(tiny_llama, states, tmp_path):
+    """One bit of the states: the run ends before it learns from them, with shard, sample and remedy."""
+    folder = shutil.copytree(states, tmp_path / "states")
+    flip_a_byte(folder / shard_name(1), "hidden_states")
+    run = planned(tiny_llama, folder, tmp_path / "run", eval_fraction=0)
+    said = (
+        rf"{shard_name(1)}: sample 's\d' does not match its checksum; 02_extract_hidden_states.py .* redoes the shard"
+    )
+    with pytest.raises(ValueError, match=said):
+        run_training(run)
+
+
+def test_damaged_ids_are_refused_before_the_training(tiny_llama, states, tmp_path):
+    """They are read at the start anyway, and looked at then."""
+    folder = shutil.copytree(states, tmp_path / "states")
+    flip_a_byte(folder / shard_name(1), "loss_mask")
+    with pytest.raises(ValueError, match=rf"{shard_name(1)}: ids, mask or offsets do not match their checksum; 02_"):
+        planned(tiny_llama, folder, tmp_path / "run")
+
+
 def test_a_step_whose_gradient_is_not_finite_is_skipped_and_counted(tiny_llama, tmp_path, monkeypatch, capsys):
     """One sample with a NaN: its steps change nothing; above the share of such steps the run ends and says why."""
     samples = random_samples([20] * 10, num_layers=4, hidden_size=64, vocab_size=512)
@@ -183,6 +238,7 @@ def test_evaluation_changes_nothing(tiny_llama, states, tmp_path):
 def test_a_run_that_learns_lowers_its_loss_and_exports_its_best(uninterrupted):
     """The export stands beside the run's best checkpoint, which is kept."""
     losses = [entry["loss"] for entry in records(uninterrupted.folder).values()]
+    assert all(entry["tflops"] > 0 and entry["mfu"] is None for entry in records(uninterrupted.folder).values())
     assert losses[-1] < 0.9 * losses[0]
     evaluated = records(uninterrupted.folder, "eval")
     lengths = {step: entry["acceptance_length"] for step, entry in evaluated.items()}
@@ -222,11 +278,18 @@ def test_states_that_cannot_be_trained_on_are_refused(tiny_llama, tmp_path):
         folder = write_hidden_states(tmp_path / name, target, samples, LAYER_IDS, draft_vocab(), **changes)
         if name == "unfinished":
             (folder / shard_name(1)).unlink()
+        if name == "foreign":
+            shutil.copy(folder / shard_name(1), folder / shard_name(4))
+        if name == "no vocabulary":
+            (folder / "draft_vocab.json").unlink()
         with pytest.raises(ValueError) as refused:
             planned(tiny_llama, folder, tmp_path / "run")
         return str(refused.value)
 
     assert "unfinished, it has 3 of 4 shards" in refusal("unfinished")
+    said = "shard-00004.safetensors is not of this set, whose metadata.json says 4 shards (5 are there)"
+    assert said in refusal("foreign")
+    assert "has no draft_vocab.json; 02_extract_hidden_states.py copies it" in refusal("no vocabulary")
     assert "unknown convention, 'input of layer'" in refusal("convention", layer_convention="input of layer")
     other = target.fingerprint | {"weights": "0" * 64}
     assert "made with another target: its weights (expected" in refusal("other", target=other)
