@@ -13,7 +13,8 @@ def test_the_operations_of_four_tokens_by_hand():
     """Mask 0111, two steps: row 0 counts twice, row 1 once. H 8, FFN 4, one head of 2, 5 draft tokens.
 
     fc and embedding half: 4 tokens x 8 x (24 + 6) = 960. Layer: first keys and values 4 x 8 x 4, first queries
-    2 x 8 x 2, later q, k, v 1 x 8 x 6, out and MLP 3 x 8 x (2 + 12): 544. Keys seen: 1 + 2 by row 0, 2 by row 1: 2 x 2 x 5 = 20.
+    2 x 8 x 2, later q, k, v 1 x 8 x 6, out and MLP 3 x 8 x (2 + 12): 544. Keys seen: 1 + 2 by row 0, 2 by row 1:
+    2 x 2 x 5 = 20.
     Head 3 x 8 x 5 = 120, teacher 2 x 8 x 5 = 80. In all 4 x 960 + 6 x (544 + 20) + 4 x 120 + 2 x 80.
     """
     config = small_config(
