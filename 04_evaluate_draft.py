@@ -1,7 +1,11 @@
-"""Stage 4: measure the draft in vLLM: acceptance length, speed with and without it, identical outputs.
+"""Stage 4: measure drafts in vLLM: acceptance length, speed with and without them, identical outputs.
 
-    python 04_evaluate_draft.py --draft out/draft --prompts mt_bench.jsonl gsm8k.jsonl --trust-remote-code
+    python 04_evaluate_draft.py --draft out/draft --prompts mt_bench gsm8k chats.jsonl --trust-remote-code \\
+        --num-speculative-tokens 3 5 7 --concurrency 1 8 --output out/evaluation.json
+    python 04_evaluate_draft.py --base-url http://HOST:8000/v1 --plain-url http://HOST:8001/v1 --prompts mt_bench
 
+Acceptance length = accepted draft tokens + 1 (the target's own) a pass of the target. Several drafts of one target are
+compared on the same prompts. The same command again measures only what --output does not have yet.
 Exit codes: 0 done, 1 failed while working or below --min-acceptance, 2 refused before working.
 """
 
@@ -18,14 +22,28 @@ if TYPE_CHECKING:
 def parser() -> cli.Parser:
     p = cli.Parser("evaluate", __doc__)
     cli.add_model(p, required=False)
-    p.add_argument("--draft", type=Path, required=True, metavar="DIR", help="the draft folder that stage 3 wrote")
-    p.add_argument("--prompts", type=Path, nargs="+", required=True, metavar="FILE", help="one file a benchmark")
-    p.add_argument("--num-speculative-tokens", type=cli.positive_int, metavar="N", help="drafts (the draft's own: 3)")
+    p.add_argument("--draft", type=Path, nargs="+", default=[], metavar="DIR", help="the draft folders of stage 3")
+    p.add_argument(
+        "--prompts",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="NAME|FILE",
+        help="mt_bench, humaneval, gsm8k, or files",
+    )
+    p.add_argument(
+        "--num-speculative-tokens", type=cli.positive_int, nargs="+", default=[], metavar="N",
+        help="drafted tokens, each measured in an engine of its own (the draft's own: 3)",
+    )  # fmt: skip
     p.add_argument("--max-tokens", type=cli.positive_int, default=256, metavar="N", help="longest answer (256)")
-    p.add_argument("--concurrency", type=cli.positive_int, default=1, metavar="N", help="answers at a time (1)")
+    p.add_argument(
+        "--concurrency", type=cli.positive_int, nargs="+", default=[1], metavar="N", help="answers at a time, each (1)"
+    )
     p.add_argument("--limit", type=cli.positive_int, metavar="N", help="only the first N prompts of each file")
     p.add_argument("--output", type=Path, metavar="FILE.json", help="where the figures go as JSON")
-    p.add_argument("--min-acceptance", type=cli.positive, metavar="X", help="fail below this acceptance length")
+    p.add_argument("--min-acceptance", type=cli.positive, metavar="X", help="fail if the best one accepts less")
+    p.add_argument("--base-url", metavar="URL", help="measure a running vLLM server with a draft, http://HOST:8000/v1")
+    p.add_argument("--plain-url", metavar="URL", help="the same target served without a draft, for the speed-up")
     p.add_argument("--tp-size", type=cli.positive_int, default=1, metavar="N", help="GPUs of the engine (1)")
     p.add_argument("--gpu-memory-utilization", type=cli.fraction, default=0.9, metavar="SHARE", help="of each GPU")
     p.add_argument(
@@ -34,30 +52,19 @@ def parser() -> cli.Parser:
     return p
 
 
-def check(args: argparse.Namespace) -> "tuple[Evaluation, Path | None]":
-    from eagle3 import files
+def check(args: argparse.Namespace) -> "Evaluation":
     from eagle3.evaluate import Options, plan_evaluation
 
-    if args.output:
-        files.check_file("--output", args.output, args.prompts)
     flags: dict[str, Any] = {k: v for k, v in vars(args).items() if k in Options.__dataclass_fields__}
-    return plan_evaluation(Options(**flags)), args.output
+    return plan_evaluation(Options(**flags))
 
 
-def work(plan: "tuple[Evaluation, Path | None]") -> None:
-    from eagle3 import evaluate, files
+def work(plan: "Evaluation") -> None:
+    from eagle3 import evaluate, tables
 
-    evaluation, output = plan
-    result = evaluate.measured_before(evaluation, output)
-    if result is None:
-        result = evaluate.measure(evaluation)
-        if output:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            files.write_json(output, result)
-    print("\n".join(evaluate.table(result)))
-    reached, wanted = result["benchmarks"]["all"]["acceptance_length"], evaluation.options.min_acceptance
-    if wanted is not None and reached < wanted:
-        raise ValueError(f"acceptance length {reached:.3f} is below --min-acceptance {wanted}")
+    result = evaluate.evaluate(plan)
+    print("\n".join(tables.table(result)))
+    evaluate.check_acceptance(result, plan.options.min_acceptance)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def connect(base_url: str) -> Server:
     import openai
 
     try:
-        models = openai.OpenAI(base_url=base_url, api_key=_key(), timeout=CONNECT_S).models.list().data
+        models = openai.OpenAI(base_url=base_url, api_key=key(), timeout=CONNECT_S).models.list().data
     except openai.APIConnectionError as error:
         raise ValueError(f"--base-url {base_url}: no server answers there ({error.__cause__ or error})") from None
     except openai.APIError as error:
@@ -56,7 +56,8 @@ def connect(base_url: str) -> Server:
     return Server(base_url, models[0].id, (models[0].model_extra or {}).get("max_model_len"))
 
 
-def _key() -> str:
+def key() -> str:
+    """What the client sends as its key."""
     return os.environ.get("OPENAI_API_KEY", "none")  # a server without a key takes any
 
 
@@ -71,7 +72,7 @@ def stream(server: Server, questions: Iterator[Question], concurrency: int) -> I
     pending: set[asyncio.Task[Answer]] = set()
     timeout = Timeout(TIMEOUT_S, connect=CONNECT_S)
     with asyncio.Runner() as runner:
-        client = AsyncOpenAI(base_url=server.base_url, api_key=_key(), max_retries=RETRIES, timeout=timeout)
+        client = AsyncOpenAI(base_url=server.base_url, api_key=key(), max_retries=RETRIES, timeout=timeout)
         while True:
             while len(pending) < concurrency and (question := next(questions, None)) is not None:
                 pending.add(runner.get_loop().create_task(_ask(client, server, question)))
@@ -92,7 +93,7 @@ async def _ask(client: "AsyncOpenAI", server: Server, question: Question) -> Ans
     try:
         completion = await client.chat.completions.create(
             model=server.model,
-            messages=[_as_sent(m) for m in question.messages],
+            messages=[as_sent(m) for m in question.messages],
             tools=question.tools or openai.omit,
             extra_body={"return_token_ids": True, "chat_template_kwargs": question.template_kwargs},
             **question.sampling,
@@ -109,7 +110,7 @@ async def _ask(client: "AsyncOpenAI", server: Server, question: Question) -> Ans
         ) from error
 
 
-def _as_sent(message: Message) -> Message:
+def as_sent(message: Message) -> Message:
     """A message as the API has it: arguments of tool calls as JSON text, reasoning under both names in use."""
     sent = {k: v for k, v in message.items() if k != "tool_calls"}
     if "reasoning" in message:

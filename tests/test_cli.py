@@ -12,7 +12,7 @@ NEEDED = {
     "generate": ["--model-path=m", "--input=i", "--output=o"],
     "prepare": ["--model-path=m", "--input=i", "--output-dir=o"],
     "train": ["--model-path=m", "--hidden-states=h", "--output-dir=o"],
-    "evaluate": ["--draft=d", "--prompts=p"],
+    "evaluate": ["--prompts=p"],
 }
 NONSENSE = [
     ("generate", "--temperature", ["-1", "nan", "inf"]),

@@ -168,6 +168,6 @@ def test_evaluation_in_another_mode_is_said(tiny_llama, tmp_path, capsys, kwargs
     export(tmp_path / "draft", draft, target, full, LAYERS, 3, trained)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "Hello"}\n')
-    evaluate.plan_evaluation(evaluate.Options(draft=tmp_path / "draft", prompts=[prompts]))
+    evaluate.plan_evaluation(evaluate.Options(draft=[tmp_path / "draft"], prompts=[prompts]))
     warning = 'WARNING: the draft was trained with --chat-template-kwargs {"enable_thinking": false}, not {}'
     assert (warning in capsys.readouterr().out) == bool(kwargs)
