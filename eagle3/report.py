@@ -12,18 +12,13 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from eagle3 import __version__, cli, files, runs, sections, status
+from eagle3 import __version__, cli, files, pages, runs, sections, status
 from eagle3.marked import Decode
 from eagle3.prepared import Row
 from eagle3.target import Target, check_same_target
 
-if TYPE_CHECKING:
-    from jinja2 import Environment
-
 GREEN, RESET = "\033[32;1m", "\033[0m"
-TEMPLATES = Path(__file__).with_name("templates")
 SYMBOLS = {"done": "✓", "running": "▶", "failed": "✗", "killed": "✗", "broken": "✗", "stopped": "‖", "not begun": "○"}
 PAGE = "report.html"
 
@@ -50,26 +45,7 @@ def _title(row: Row) -> str:
 def write_html(path: Path, summary: str, rows: Iterable[Row], decode: Decode) -> None:
     """A page with the summary and the rows, supervised text marked."""
     shown = [{"title": _title(row), "spans": list(spans(row, decode))} for row in rows]
-    _write(path, render("prepared.html", summary=summary, rows=shown))
-
-
-def _write(path: Path, page: str) -> None:
-    with files.atomic(path) as temporary:
-        temporary.write_text(page, encoding="utf-8")
-
-
-def environment() -> "Environment":
-    """The templates; whatever they are given is escaped, but in Markdown."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    return Environment(
-        loader=FileSystemLoader(TEMPLATES), autoescape=lambda name: not name.endswith((".css", ".md")),
-        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-
-
-def render(template: str, **values: Any) -> str:
-    return environment().get_template(template).render(**values)
+    pages.write(path, pages.render("prepared.html", summary=summary, rows=shown))
 
 
 def open_run(folder: Path, model_path: Path | None, trust_remote_code: bool) -> sections.Run:
@@ -108,7 +84,7 @@ def _check_target(outputs: list[runs.Output], target: Target) -> None:
 
 def target_of(outputs: list[runs.Output]) -> Path | None:
     """The target's folder, as the exported draft or the evaluation names it."""
-    for output in reversed(outputs):
+    for output in outputs:
         path = output.place / "draft" / "config.json"
         if output.stage == "train" and path.is_file():
             with runs.reading(path):
@@ -121,9 +97,9 @@ def target_of(outputs: list[runs.Output]) -> Path | None:
 
 def page(run: sections.Run) -> str:
     """The whole report. ValueError naming a file that is not as its stage writes it."""
-    evaluation, training = sections.evaluation(run), sections.training(run)
+    training, evaluation = sections.training(run), sections.evaluation(run)
     target = target_of(run.outputs)
-    return render(
+    return pages.render(
         "report.html",
         name=run.folder.resolve().name,
         folder=run.folder,
@@ -160,7 +136,7 @@ def check(args: argparse.Namespace) -> tuple[Path, str]:
 def work(plan: tuple[Path, str]) -> None:
     output, content = plan
     output.parent.mkdir(parents=True, exist_ok=True)
-    _write(output, content)
+    pages.write(output, content)
     print(f"report: {output} ({len(content.encode()) / 1e3:,.0f} kB)")
 
 

@@ -129,6 +129,8 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
             records.append(json.loads(line))
         except ValueError as error:
             raise ValueError(f"{path}:{number}: not valid JSON: {error}") from None
+        if not isinstance(records[-1], dict) or not {"kind", "step"} <= records[-1].keys():
+            raise ValueError(f"{path}:{number}: not a record of a training: it has no kind and step")
     return records
 
 

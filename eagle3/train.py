@@ -10,7 +10,8 @@ import math
 import os
 import signal
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from eagle3 import checkpoint, files
+from eagle3 import card, checkpoint, files, runs, status
 from eagle3.batches import Pack, Schedule, check_fit, loss_mask, pack, read_ahead
 from eagle3.checkpoint import Position
 from eagle3.draft import Draft, DraftConfig, Teacher, embedding
@@ -31,6 +32,7 @@ from eagle3.optim import Optimizer
 from eagle3.parts import Course, Samples
 from eagle3.ranks import Ranks, gradients
 from eagle3.states import HiddenStates
+from eagle3.status import Counted, Status
 from eagle3.target import Target
 from eagle3.ttt import counts_of, supervised_counts, supervised_depth, training_loss
 
@@ -168,11 +170,13 @@ def run_training(run: Run) -> bool:
             ranks.say(f"{what} before, at step {before.step}: the draft is {draft}")
             mark_trained(run, ranks)
             return True
-        with files.locked(run.folder) if ranks.first else nullcontext():
+        with _held(run.folder) if ranks.first else nullcontext() as kept:
             trainer = Trainer.start(run, ranks)
             trainer.announce()
             trainer.rehearse_export()
             position = train(trainer)
+            if kept and not run.trained(position):
+                kept.state = "stopped"
     finally:
         ranks.leave()
     if not run.trained(position):
@@ -182,6 +186,13 @@ def run_training(run: Run) -> bool:
     ranks.say(f"{what}: {position.step} steps, the best draft (step {position.best_step}) is {draft}")
     mark_trained(run, ranks)
     return True
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[Status]:
+    """The folder for this process alone; its status file is kept meanwhile."""
+    with files.locked(folder), Status(folder / runs.STATUS, "train") as kept:
+        yield kept
 
 
 def mark_trained(run: Run, ranks: Ranks) -> None:
@@ -282,8 +293,15 @@ class Trainer:
             self.ranks.say(f"resumed: {checkpoint.folder_of(run.folder, position.step)}")
         if self.ranks.first:
             command, versions = " ".join(sys.argv), {name: version(name) for name in PACKAGES}
-            details = {"command": command, "ranks": self.ranks.world, "versions": versions, **run.identity}
-            files.write_json(run.folder / "settings.json", details)
+            counts = {
+                "samples": len(schedule.samples),
+                "tokens": int(tokens),
+                "supervised_rows": rows,
+                "held_out_samples": sum(map(len, self.eval_packs)),
+                "trained_weights": trained,
+            }
+            details = {"command": command, "ranks": self.ranks.world, "versions": versions, "counts": counts}
+            files.write_json(run.folder / runs.SETTINGS, details | run.identity)
 
     def rehearse_export(self) -> None:
         """Before the first step: a draft that could not be served is found now, not after an epoch."""
@@ -408,6 +426,9 @@ def log(trainer: Trainer, window: Window, epoch: float, lr: float) -> None:
     window.norms.clear()
     ranks.say(line(values, trainer.course.num_steps, run.settings.epochs))
     trainer.record("train", values)
+    if ranks.first:
+        what, step, total = f"{rates['tokens_per_s']:,.0f} tokens/s", position.step, trainer.course.num_steps
+        status.tell(Counted(what, "steps", step, total, 1 / rates["step_s"], values["eta_s"]))
 
 
 @torch.no_grad()
@@ -433,6 +454,7 @@ def save(trainer: Trainer, epoch: float, judge: bool) -> None:
         if ranks.first:
             export_draft(trainer)
             ranks.say(f"exported: {run.folder / DRAFT}")
+            ranks.say(card.write(run.folder / DRAFT))
     if position.step == trainer.course.end:
         position.parts_done, position.part_start = run.states.parts.last, position.step
         position.finished = position.parts_done == run.states.parts.total
