@@ -44,3 +44,11 @@ def tiny_kimi_int4() -> Path:
 def tiny_llama() -> Path:
     """A 6-layer tiny Llama (read only)."""
     return built_once("tiny_llama", make_tiny_llama.make_tiny_llama)
+
+
+@pytest.fixture(scope="session")
+def finished_run(tiny_llama, tmp_path_factory) -> Path:
+    """The folder of a run on the tiny Llama, from 01 to 04 (read only)."""
+    from tests.run_folder import write_run
+
+    return write_run(tmp_path_factory.mktemp("finished") / "run", tiny_llama)
