@@ -1730,7 +1730,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n\nSections")[0], formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    action = parser.add_mutually_exclusive_group()
+    parser.add_argument("--version", action="version", version=f"fix_custom_worker.py revision {REVISION}")
+    action = parser.add_argument_group("what to do (one of these)").add_mutually_exclusive_group()
     for name, function, text in (
         ("check", check, "say what is installed, what breaks and what is repaired (the default)"),
         ("apply", apply, "repair both files, or none"),
@@ -1738,7 +1739,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         ("diff", show_diff, "print the change as a unified diff"),
     ):
         action.add_argument(f"--{name}", dest="action", action="store_const", const=function, help=text)
-    parser.add_argument("--site", type=Path, metavar="DIR", help="another environment than the running Python's")
+    where = parser.add_argument_group("where")
+    where.add_argument("--site", type=Path, metavar="DIR", help="another environment (default: the running Python's)")
     parser.set_defaults(action=check)
     return parser.parse_args(argv)
 
