@@ -60,10 +60,12 @@ def check(args: argparse.Namespace) -> "Evaluation":
 
 
 def work(plan: "Evaluation") -> None:
-    from eagle3 import evaluate, tables
+    from eagle3 import card, evaluate, tables
 
     result = evaluate.evaluate(plan)
     print("\n".join(tables.table(result)))
+    if plan.options.output:
+        print(*card.write_measured(result), sep="\n")
     evaluate.check_acceptance(result, plan.options.min_acceptance)
 
 

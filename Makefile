@@ -33,7 +33,7 @@ $(SMOLLM2)/config.json: .venv/installed
 $(PROMPTS)/metadata.json: .venv/installed
 	$(PY) data/get_prompts.py $(PROMPTS)
 
-# The five stages on SmolLM2-135M; each skips what it finished before.
+# The five stages on SmolLM2-135M, each of which skips what it finished before, and a page on what came of them.
 define STAGES
 $(PY) 00_generate_responses.py --config $(1) --model-path $(SMOLLM2) --input $(PROMPTS)/train.jsonl --output $(2)/answers.jsonl
 $(PY) 01_prepare_data.py --config $(1) --model-path $(SMOLLM2) --input $(2)/answers.jsonl --output-dir $(2)/prepared
@@ -41,6 +41,7 @@ $(PY) 02_extract_hidden_states.py --config $(1) --model-path $(SMOLLM2) \
     --prepared-data $(2)/prepared/tokenized_data.jsonl --output-dir $(2)/hidden_states
 $(PY) 03_train_draft.py --config $(1) --model-path $(SMOLLM2) --hidden-states $(2)/hidden_states --output-dir $(2)
 $(PY) 04_evaluate_draft.py --config $(1) --draft $(2)/draft --prompts $(HELD_OUT) --output $(2)/evaluation.json
+$(PY) -m eagle3.report $(2)
 endef
 
 demo demo-full: export VLLM_LOGGING_LEVEL ?= ERROR

@@ -7,6 +7,7 @@ A card that somebody has made their own (without the line that says where it is 
 """
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,22 @@ def write(draft: Path, evaluation: dict[str, Any] | None = None, **changes: str 
         return f"card: {path} is somebody's own, left alone"
     config = files.read_json(draft / "config.json")
     with runs.reading(draft / "config.json"):
-        header = _header(config, _header_of(before) | {k: v for k, v in changes.items() if v})
+        header = _header(config, _set(_header_of(before), changes))
         text = _text(draft, config, header, evaluation)
     try:
         pages.write(path, text)
     except OSError as error:
         return f"card: not written: {error}"
     return f"card: {path}"
+
+
+def write_measured(evaluation: dict[str, Any]) -> Iterator[str]:
+    """The cards of the drafts that stage 4 measured; a card that cannot be written is named and costs no figure."""
+    for draft in dict.fromkeys(m["draft"] for m in evaluation["measurements"] if m["draft"]):
+        try:
+            yield write(Path(draft), evaluation)
+        except ValueError as error:
+            yield f"card: not written: {error}"
 
 
 def _header_of(card: str) -> dict[str, Any]:
@@ -52,17 +62,22 @@ def _header_of(card: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _set(before: dict[str, Any], changes: dict[str, str | None]) -> dict[str, Any]:
+    """What was set in an earlier card and is now; a licence that was not known is not set."""
+    unknown = before.get("license") == UNKNOWN_LICENSE and "license_name" not in before
+    gone = ("license", "license_name") if unknown or changes.get("license") else ()
+    return {k: v for k, v in before.items() if k not in gone} | {k: v for k, v in changes.items() if v}
+
+
 def _header(config: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """The front matter: what is given, else what the draft's config and the target's own card say."""
     target = Path(config["speculators_config"]["verifier"]["name_or_path"])
     card = target / NAME
     of_target = _header_of(card.read_text(errors="replace")) if card.is_file() else {}
-    of_target = {k: v for k, v in of_target.items() if k in ("license", "license_name", "license_link")}
-    defaults = {"license": UNKNOWN_LICENSE, "base_model": target.name} | of_target
-    kept = {k: v for k, v in given.items() if k in ("license", "license_name", "license_link", "base_model")}
-    if "license" in kept:
-        defaults = {"base_model": defaults["base_model"]}
-    return defaults | kept | {"pipeline_tag": "text-generation", "tags": list(TAGS)}
+    source = given if "license" in given else of_target
+    licence = {k: v for k, v in source.items() if k in ("license", "license_name")} or {"license": UNKNOWN_LICENSE}
+    base_model = given.get("base_model", target.name)
+    return licence | {"base_model": base_model, "pipeline_tag": "text-generation", "tags": list(TAGS)}
 
 
 def _text(draft: Path, config: dict[str, Any], header: dict[str, Any], evaluation: dict[str, Any] | None) -> str:
@@ -74,7 +89,7 @@ def _text(draft: Path, config: dict[str, Any], header: dict[str, Any], evaluatio
         "card.md",
         header=yaml.safe_dump(header, sort_keys=False),
         origin=ORIGIN,
-        license_unknown=header["license"] == UNKNOWN_LICENSE,
+        license_unknown=header["license"] == UNKNOWN_LICENSE and "license_name" not in header,
         target=header["base_model"],
         config=config,
         layer=config["transformer_layer_config"],

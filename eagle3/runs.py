@@ -113,6 +113,10 @@ def reading(path: Path) -> Iterator[None]:
     except (KeyError, TypeError, IndexError, AttributeError, ZeroDivisionError) as error:
         fault = f"has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"{path}: not as the stage writes it: {fault}") from error
+    except ValueError as error:
+        if str(path.parent) in str(error):  # it names its file
+            raise
+        raise ValueError(f"{path}: {error}") from error
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
