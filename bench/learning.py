@@ -10,7 +10,7 @@ of steps, warm-up, cosine, training-time-test steps and draft vocabulary. For a 
 run: ours by the highest estimated acceptance length, theirs by the lowest validation loss. Then every recipe is
 trained with each seed, and every draft is served by vLLM, greedily, on the prompts.
 
-The first recipe is compared with each other one: ratio of the means over seeds of the acceptance length (all prompts
+Each two recipes are compared: ratio of the means over seeds of the acceptance length (all prompts
 together), with the 95% interval of a paired bootstrap over prompts within their benchmarks.
 
 What is finished is not done again. OUT/learning.json holds it all. `held out` in the table is each trainer's own
@@ -30,6 +30,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -221,23 +222,23 @@ def counts(evaluation: dict[str, Any], drafts: Sequence[str]) -> dict[str, np.nd
     return {name: np.stack([found[name, numbers[draft]] for draft in drafts], axis=1) for name in names}
 
 
-def acceptance_length(sums: np.ndarray) -> np.ndarray:
-    """1 + accepted tokens a pass, of sums [..., 2]."""
+def acceptance_lengths(tables: Sequence[np.ndarray]) -> np.ndarray:
+    """1 + accepted tokens a pass, of the prompts and then of each resample of them, [1 + resamples, drafts].
+
+    `tables`: [prompts, drafts, 2] of each benchmark, see `counts`.
+    """
+    once = np.concatenate(tables).sum(0)
+    draws = bootstrap.resampled_sums([table.reshape(len(table), -1) for table in tables])
+    sums = np.concatenate([once[None], draws.reshape(-1, *once.shape)])
     return 1 + sums[..., 0] / sums[..., 1]
 
 
-def ratio(tables: Sequence[np.ndarray], first: slice, other: slice) -> dict[str, float]:
+def ratio(lengths: np.ndarray, first: slice, other: slice) -> dict[str, float]:
     """How many times the acceptance length of the drafts `other` those of `first` have, each the mean over its drafts,
-    with the bounds of the 95% interval. `tables`: [prompts, drafts, 2] of each benchmark, see `counts`."""
-    draws = bootstrap.resampled_sums([table.reshape(len(table), -1) for table in tables])
-    once = np.concatenate(tables).sum(0)
-
-    def quotient(sums: np.ndarray) -> np.ndarray:
-        lengths = acceptance_length(sums)
-        return lengths[..., first].mean(-1) / lengths[..., other].mean(-1)
-
-    low, high = bootstrap.interval(quotient(draws.reshape(-1, *once.shape)))
-    return {"ratio": float(quotient(once)), "low": low, "high": high}
+    with the bounds of the 95% interval. `lengths` as `acceptance_lengths` gives them."""
+    quotients = lengths[:, first].mean(1) / lengths[:, other].mean(1)
+    low, high = bootstrap.interval(quotients[1:])
+    return {"ratio": float(quotients[0]), "low": low, "high": high}
 
 
 def result(study: Study, tries: list[Trained], runs: list[list[Trained]]) -> dict[str, Any]:
@@ -245,15 +246,15 @@ def result(study: Study, tries: list[Trained], runs: list[list[Trained]]) -> dic
     trained, args = [run for seeds in runs for run in seeds], study.args
     drafts = [run.draft for run in trained]
     tables = counts(serve(args, drafts), drafts)
-    lengths = {name: acceptance_length(table.sum(0)) for name, table in tables.items()}
-    lengths = {"all": acceptance_length(np.concatenate([*tables.values()]).sum(0))} | lengths
+    every = acceptance_lengths([*tables.values()])
+    lengths = {"all": every[0]} | {name: acceptance_lengths([table])[0] for name, table in tables.items()}
     of = {seeds[0].recipe: slice(i * args.seeds, (i + 1) * args.seeds) for i, seeds in enumerate(runs)}
-    first, *others = of
+    packages = ["torch", "transformers", *(["speculators"] if study.data.exists() else [])]
     return {
         "arguments": vars(args),
         "settings": vars(study.common),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "versions": {name: version(name) for name in ("torch", "transformers", "speculators")},
+        "versions": {name: version(name) for name in packages},
         "data": study.states.identity,
         "steps": study.steps,
         "tries": [asdict(run) for run in tries],
@@ -261,7 +262,7 @@ def result(study: Study, tries: list[Trained], runs: list[list[Trained]]) -> dic
             asdict(run) | {"acceptance_length": {name: float(found[i]) for name, found in lengths.items()}}
             for i, run in enumerate(trained)
         ],
-        "ratios": {f"{first} / {name}": ratio([*tables.values()], of[first], of[name]) for name in others},
+        "ratios": [{"pair": [a, b]} | ratio(every, of[a], of[b]) for a, b in combinations(of, 2)],
     }
 
 
@@ -273,8 +274,8 @@ def table(found: dict[str, Any]) -> Iterator[str]:
         lengths = "".join(f"{run['acceptance_length'][name]:>11.3f}" for name in names)
         lr = "own" if run["lr"] is None else f"{run['lr']:g}"
         yield f"{run['recipe']:<24} {run['seed']:>4} {lr:>8}{lengths}{run['held_out']:>11.3f}{run['seconds']:>10.0f}"
-    for pair, r in found["ratios"].items():
-        yield f"{pair}: {r['ratio']:.3f} times, 95% interval {r['low']:.3f} to {r['high']:.3f}"
+    for r in found["ratios"]:
+        yield f"{' / '.join(r['pair'])}: {r['ratio']:.3f} times, 95% interval {r['low']:.3f} to {r['high']:.3f}"
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

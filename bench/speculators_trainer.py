@@ -74,7 +74,7 @@ def flags(states: HiddenStates, eval_fraction: float, budget: int, steps: int, s
         "max-steps": steps,
         "seed": seed,
         "on-missing": "raise",
-        "num-workers": 4,
+        "num-workers": 2,
     }
     if states.vocab.ids is not None:
         found["draft-vocab-size"] = states.vocab.size

@@ -11,7 +11,7 @@ from states_folder import random_samples, write_hidden_states
 from training_run import LAYER_IDS, draft_vocab
 
 from bench import speculators_trainer, train_step
-from bench.learning import Recipe, Study, counts, parse, ratio, recipes_of, train
+from bench.learning import Recipe, Study, acceptance_lengths, counts, parse, ratio, recipes_of, train
 from eagle3 import files
 from eagle3.batches import read_pack, split
 from eagle3.draft import Draft, DraftConfig, Teacher, embedding
@@ -129,15 +129,18 @@ def test_the_ratio_of_acceptance_lengths_by_hand():
     """Lengths 1 + 9/6 = 2.5 and 1 + 6/6 = 2; of two prompts, a draw is AA, AB (half of all draws) or BB."""
     a, b = [(6, 3), (3, 3)], [(3, 3), (3, 3)]
     first, other = slice(0, 1), slice(1, 2)
-    assert ratio([prompts(a, b)], first, other) == {"ratio": 1.25, "low": 1.0, "high": 1.5}
-    kept = ratio([prompts(a), prompts(b)], first, other)
+    assert ratio(acceptance_lengths([prompts(a, b)]), first, other) == {"ratio": 1.25, "low": 1.0, "high": 1.5}
+    kept = ratio(acceptance_lengths([prompts(a), prompts(b)]), first, other)
     assert kept == {"ratio": 1.25, "low": 1.25, "high": 1.25}, "a benchmark keeps its number of prompts"
-    assert ratio([prompts(a, b)], first, first) == {"ratio": 1, "low": 1, "high": 1}, "both see the same prompts"
+    assert ratio(acceptance_lengths([prompts(a, b)]), first, first) == {"ratio": 1, "low": 1, "high": 1}, (
+        "both see the same prompts"
+    )
 
 
 def test_a_recipe_is_the_mean_of_its_seeds():
     """Lengths 2 and 3 of two seeds against 2."""
-    assert ratio([prompts([(3, 3), (6, 3), (3, 3)])], slice(0, 2), slice(2, 3))["ratio"] == 1.25
+    lengths = acceptance_lengths([prompts([(3, 3), (6, 3), (3, 3)])])
+    assert ratio(lengths, slice(0, 2), slice(2, 3))["ratio"] == 1.25
 
 
 def test_counts_follow_the_drafts_as_they_were_asked_for():
