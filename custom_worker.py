@@ -6,9 +6,6 @@ its host and written to shards, by threads of its own process, so no tensor cros
 hold, and through a request's `extra_args` which sample it is.
 """
 
-import os
-import select
-import signal
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +16,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from eagle3 import capture, selfcheck
 from eagle3.layers import vllm_aux_ids
+from eagle3.orphans import die_with
 from eagle3.sink import ShardSink
 
 if current_platform.is_cpu():
@@ -43,7 +41,7 @@ class HiddenStatesWorker(PlatformWorker):
         self.pending_check: capture.PendingCheck | None = None
         self.witness: selfcheck.LayerWitness | None = None
         self.witnessed = False
-        threading.Thread(target=_die_with, args=(self.plan.driver_pid,), daemon=True).start()
+        threading.Thread(target=die_with, args=(self.plan.driver_pid,), daemon=True).start()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -129,14 +127,3 @@ class HiddenStatesWorker(PlatformWorker):
         """Wait for the writers, then remove the temporary files of unfinished shards."""
         if self.sink is not None:
             self.sink.close()
-
-
-def _die_with(driver_pid: int) -> None:
-    """End this process when the driver has ended, however it ended, so that no orphan keeps holding a GPU."""
-    try:
-        descriptor = os.pidfd_open(driver_pid)
-    except ProcessLookupError:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return
-    select.select([descriptor], [], [])
-    os.kill(os.getpid(), signal.SIGKILL)

@@ -26,6 +26,7 @@ Answer = TypeVar("Answer")
 ALIVE_EVERY_S = 1.0  # how often a waiting caller looks whether the engine is alive
 CPU_KV_CACHE_GIB = 2  # --gpu-memory-utilization means a share of the GPU; CPU memory is shared with other programs
 STUB_TOKENIZER = Path(__file__).parent / "stub_tokenizer"
+DRIVER = "EAGLE3_DRIVER_PID"  # in the environment, which the engine's processes inherit: see eagle3/orphans.py
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}  # the target is a local folder: no network
 
 
@@ -89,6 +90,7 @@ def prepare_environment(tp_size: int) -> None:
 def start(model: Path, *, tp_size: int, gpu_memory_utilization: float, max_model_len: int, **more: Any) -> "LLM":
     """Load a model into vLLM's engine without its tokenizer (every stage feeds ids); `more` goes to vllm.LLM."""
     prepare_environment(tp_size)
+    os.environ[DRIVER] = str(os.getpid())
     from vllm import LLM
 
     # vLLM warms up a chat template even where there is no tokenizer, and logs a traceback about it. A filter: vLLM
@@ -99,6 +101,7 @@ def start(model: Path, *, tp_size: int, gpu_memory_utilization: float, max_model
         "model": str(model),
         "tensor_parallel_size": tp_size,
         "max_model_len": max_model_len,
+        "worker_extension_cls": "eagle3.orphans.Extension",
         **_text_only(),
         **_without_tokenizer(),
     }

@@ -2,8 +2,8 @@
 
 Like the tokenizer of Kimi-K2.5 it is no fast tokenizer, it has no offsets, its class is remote code (`auto_map` in
 tokenizer_config.json), single tokens may end inside a character, and its special tokens take the ids right after the
-mergeable ranks: named ones where `added_tokens_decoder` names them, `<|reserved_token_N|>` elsewhere. Its `encode` looks at
-every character in Python, to cut runs that are too long for tiktoken.
+mergeable ranks: named ones where `added_tokens_decoder` names them, `<|reserved_token_N|>` elsewhere. Its `encode`
+looks at every character in Python, to cut runs that are too long for tiktoken.
 """
 
 import os
