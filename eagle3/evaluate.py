@@ -140,8 +140,8 @@ def _plan_served(options: Options, files_of: dict[str, Path]) -> Evaluation:
     asking = served.Asking(benchmarks=read, max_tokens=options.max_tokens, template_kwargs=options.chat_template_kwargs)
     concurrencies = sorted(set(options.concurrency))
     setups = [Setup(0, c, url=options.plain_url) for c in concurrencies if options.plain_url]
-    folder, sha256 = (str(draft.folder), draft.sha256) if draft else (None, None)
-    setups += [Setup(num_drafts, c, folder, sha256, options.base_url) for c in concurrencies]
+    folder = str(draft.folder) if draft else None
+    setups += [Setup(num_drafts, c, folder, url=options.base_url) for c in concurrencies]
     return Evaluation(
         options,
         drafted.model,
@@ -164,7 +164,11 @@ def _read(
     model_chat = None
     if target:
         model_chat = chat.load(target, options.trust_remote_code, options.chat_template_kwargs)
-    return model_chat, {name: benchmarks.read(path, model_chat, left, options.limit) for name, path in files_of.items()}
+    found = {name: benchmarks.read(path, model_chat, left, options.limit) for name, path in files_of.items()}
+    few = {name: len(prompts) for name, prompts in found.items() if len(prompts) < max(options.concurrency)}
+    for name, count in few.items():
+        print(f"WARNING: {name} has {count} prompts, so there are never {max(options.concurrency)} answers at a time")
+    return model_chat, found
 
 
 def _settings(options: Options, read: Benchmarks) -> Json:
@@ -214,7 +218,10 @@ def _write(evaluation: Evaluation, result: Json) -> None:
 def measured_before(evaluation: Evaluation) -> list[Measurement]:
     """The measurements in the output that were made with these very settings; says what differs if they were not."""
     output = evaluation.options.output
-    if output is None or not output.is_file() or not evaluation.reusable:
+    if output is None or not output.is_file():
+        return []
+    if not evaluation.reusable:
+        print(f"measuring anew, {output} is written over: nobody knows whether a server is still the same")
         return []
     content = files.read_json(output)
     found = {k: content.get(k) for k in ("format", "settings")} if isinstance(content, dict) else None

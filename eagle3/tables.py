@@ -23,8 +23,7 @@ def table(result: Json) -> Iterator[str]:
     yield f"{result['definition']};"
     yield f"greedy, at most {result['settings']['max_tokens']:,} tokens an answer; ms/token: after the first, mean and"
     yield "median; speed-up: of tokens/s and of the mean ms/token against the target alone at the same concurrency"
-    if len(labels) > 1:
-        yield from (f"draft {label}: {draft}" for draft, label in labels.items())
+    yield from (f"draft {label}: {draft or 'the one of the server'}" for draft, label in labels.items())
     yield ""
     yield from _columns(OVERVIEW, [_overview(m, labels) for m in measurements])
     if best is not None:

@@ -2,11 +2,12 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from eagle3 import bootstrap, drafts, evaluate, figures, files, passes, tables
+from eagle3 import bootstrap, drafts, evaluate, figures, files, measure, passes, tables
 from eagle3.draft import Draft, DraftConfig, Teacher, embedding
 from eagle3.export import export
 from eagle3.passes import Answer, Measurement, Pass, Setup
@@ -30,6 +31,23 @@ PLAIN = passed(answer("p0", [5, 6, 7, 8], last=3.5), answer("p1", [5, 9], last=1
 DRAFTED = passed(
     answer("p0", [5, 6, 7, 8], [2], last=2.0), answer("p1", [5, 4], [3, 1, 0], last=1.0), seconds=2.0
 )  # fmt: skip
+
+
+def step(ids, *, finished=False, told=None):
+    """What an engine step brings for a request: all its tokens so far."""
+    spec = {} if told is None else {"spec_decode_metrics": SimpleNamespace(per_step_accepted=told)}
+    return SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids, **spec)], finished=finished)
+
+
+@pytest.mark.parametrize(("told", "expected"), [(None, [2, 0]), ([2, 3], [2, 3])])
+def test_what_each_pass_accepted_is_read_from_the_steps(told, expected):
+    """Steps of 1, 3 and 1 tokens: the prompt's own, then 2 + 1 and 0 + 1. A vLLM that tells it also knows that the
+    last pass accepted 3, of which the answer's end left one token."""
+    taken = Answer("a", None, accepted=[])
+    for seconds, output in enumerate([step([5]), step([5, 6, 7, 8]), step([5, 6, 7, 8, 9], finished=True, told=told)]):
+        measure.take(taken, output, float(seconds))
+    assert (taken.ids, taken.accepted) == ([5, 6, 7, 8, 9], expected)
+    assert (taken.first_token_s, taken.last_token_s, taken.ms_per_token) == (0.0, 2.0, 500.0)
 
 
 def measured(num_drafts, concurrency, draft=None, **benchmarks):
