@@ -15,6 +15,8 @@ shares: format, layer ids, layer convention, target fingerprint, versions. A fil
 it is written under a temporary name at known positions, flushed, and renamed.
 """
 
+from __future__ import annotations  # torch is imported where it is used, so that `--help` is quick
+
 import argparse
 import itertools
 import json
@@ -27,20 +29,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from eagle3 import files
+from eagle3 import cli, files
+
+if TYPE_CHECKING:
+    import torch
 
 FORMAT = "eagle3-hidden-states/1"
 METADATA = "metadata.json"
 VERIFY_THREADS = 8  # a disk gives its full rate to several readers only
 REDO = "02_extract_hidden_states.py with the same flags redoes the shard"
-DTYPE_CODES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}
+FP8 = "float8_e4m3fn"
+DTYPE_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", FP8: "F8_E4M3"}
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,7 @@ class ShardContent:
         return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in vars(self).items()}
 
     @classmethod
-    def receive(cls, message: dict[str, Any]) -> "ShardContent":
+    def receive(cls, message: dict[str, Any]) -> ShardContent:
         dtypes = {"offsets": np.int64, "input_ids": np.int32, "loss_mask": np.uint8}
         return cls(**{k: np.asarray(v, dtypes[k]) if k in dtypes else v for k, v in message.items()})
 
@@ -85,7 +90,12 @@ class ShardFormat:
 
     @property
     def has_scale(self) -> bool:
-        return self.dtype == torch.float8_e4m3fn
+        return dtype_name(self.dtype) == FP8
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name by which metadata and settings know a dtype: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def shard_name(index: int) -> str:
@@ -94,12 +104,14 @@ def shard_name(index: int) -> str:
 
 def bytes_per_token(num_layers: int, hidden_size: int, dtype: torch.dtype) -> int:
     """Bytes that one token takes on disk: states, its scales with fp8, id and mask."""
-    scale = 4 if dtype == torch.float8_e4m3fn else 0
+    scale = 4 if dtype_name(dtype) == FP8 else 0
     return num_layers * (hidden_size * dtype.itemsize + scale) + 4 + 1
 
 
 def quantise_fp8(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """States [tokens, layers, hidden] as float8_e4m3fn and their scales float32 [tokens, layers]."""
+    import torch
+
     largest = torch.finfo(torch.float8_e4m3fn).max
     scale = (states.abs().amax(-1).float() / largest).clamp_min(torch.finfo(torch.float32).tiny)
     return (states.float() / scale[..., None]).to(torch.float8_e4m3fn), scale
@@ -199,7 +211,7 @@ def _layout(content: ShardContent, form: ShardFormat) -> dict[str, tuple[str, li
     if form.has_scale:
         shapes["scale"] = ("F32", 4, states[:2])
     shapes["input_ids"] = ("I32", 4, [tokens])
-    shapes["hidden_states"] = (DTYPE_CODES[form.dtype], form.dtype.itemsize, states)
+    shapes["hidden_states"] = (DTYPE_CODES[dtype_name(form.dtype)], form.dtype.itemsize, states)
     shapes["loss_mask"] = ("U8", 1, [tokens])
     layout, start = {}, 0
     for name, (code, width, shape) in shapes.items():
@@ -234,6 +246,8 @@ def _checksum(digests: dict[str, xxhash.xxh3_64]) -> str:
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
     """A CPU tensor's memory, uint8 [bytes]."""
+    import torch
+
     return tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
 
 
@@ -313,6 +327,8 @@ class Shard:
 
     def sample(self, index: int, layers: slice = slice(None)) -> Sample:
         """One sample; fp8 states are returned as bfloat16."""
+        import torch
+
         states, scale = self.stored(index)
         if scale is not None:
             states = (states.float() * scale[..., None]).to(torch.bfloat16)
@@ -453,7 +469,7 @@ def verify(folder: Path) -> list[str]:
     return faults + _faults_of_the_whole(folder, {p.name for p in paths}, len(counts))
 
 
-def _opened_and_verified(path: Path) -> "tuple[Shard | None, list[str]]":
+def _opened_and_verified(path: Path) -> tuple[Shard | None, list[str]]:
     try:
         shard = Shard(path)
     except ValueError as error:
@@ -496,25 +512,30 @@ def summary(folder: Path) -> str:
     return "\n".join(f"{key:<{width}}  {value}" for key, value in lines.items())
 
 
-def main(argv: list[str] | None = None) -> int:
-    """`verify` or `show` a folder; the exit code: 0 sound, 1 something is wrong, 2 no such folder."""
-    parser = argparse.ArgumentParser(prog="python -m eagle3.shards", description="Look at a folder of hidden states.")
-    parser.add_argument("action", choices=["verify", "show"], help="verify: read every byte; show: what is there")
-    parser.add_argument("folder", type=Path, metavar="DIR", help="written by 02_extract_hidden_states.py")
-    args = parser.parse_args(argv)
+def parser() -> cli.Tool:
+    p = cli.Tool("python -m eagle3.shards", "Look at a folder of hidden states.")
+    p.add_argument("action", choices=["verify", "show"], help="verify: read every byte; show: what is there")
+    p.add_argument("folder", type=Path, metavar="DIR", help="written by 02_extract_hidden_states.py")
+    return p
+
+
+def check(args: argparse.Namespace) -> argparse.Namespace:
+    """ValueError if there is no such folder."""
     if not args.folder.is_dir():
-        parser.error(f"{args.folder}: no such folder")
+        raise ValueError(f"{args.folder}: no such folder")
+    return args
+
+
+def work(args: argparse.Namespace) -> None:
+    """Print what is asked for; exit code 1 if anything is wrong with the folder."""
     if args.action == "show":
-        try:
-            print(summary(args.folder))
-        except ValueError as error:
-            print(error, file=sys.stderr)
-            return 1
-        return 0
-    faults = verify(args.folder)
-    print(*faults or [f"{args.folder}: sound, {len(ShardSet(args.folder)):,} samples, every checksum holds"], sep="\n")
-    return 1 if faults else 0
+        print(summary(args.folder))
+        return
+    if faults := verify(args.folder):
+        print(*faults, sep="\n")
+        sys.exit(cli.FAILED)
+    print(f"{args.folder}: sound, {len(ShardSet(args.folder)):,} samples, every checksum holds")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cli.run(parser(), check, work)

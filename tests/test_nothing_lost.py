@@ -311,14 +311,13 @@ def test_parts_are_disjoint_and_together_all(options, capsys):
         extract.plan_extraction(dataclasses.replace(options, part=(400, 400)))
 
 
-def test_the_command_line_verifies_and_shows(planned, capsys):
+def test_the_command_line_verifies_and_shows(planned):
     """`verify` exits 0 on a sound set and 1 naming what is wrong; `show` says what is there."""
     replay.run(planned)
-    capsys.readouterr()
-    assert shards.main(["verify", str(planned.folder)]) == 0
-    assert "sound, 300 samples" in capsys.readouterr().out
-    assert shards.main(["show", str(planned.folder)]) == 0
-    shown = capsys.readouterr().out
+    code, said = stages.run_here("eagle3.shards", "verify", planned.folder)
+    assert code == 0 and "sound, 300 samples" in said
+    code, shown = stages.run_here("eagle3.shards", "show", planned.folder)
+    assert code == 0
     for part in (
         f"{len(planned.plan)}, 0.010 GB",
         f"{planned.num_tokens:,}, ",
@@ -328,7 +327,10 @@ def test_the_command_line_verifies_and_shows(planned, capsys):
     ):
         assert part in shown
     planned.path(2).unlink()
-    assert shards.main(["verify", str(planned.folder)]) == 1
-    lines = capsys.readouterr().out.splitlines()
+    code, said = stages.run_here("eagle3.shards", "verify", planned.folder)
     lost = len(planned.plan[2])
-    assert lines == [f"{planned.path(2)}: missing", f"{planned.folder}: expected 300 samples, found {300 - lost}"]
+    assert code == 1
+    assert said.splitlines() == [
+        f"{planned.path(2)}: missing",
+        f"{planned.folder}: expected 300 samples, found {300 - lost}",
+    ]
