@@ -1,22 +1,26 @@
-"""What every numbered script shares: flags, the YAML config under them, exit codes, one clear line for an error.
+"""What every command shares: flags, the YAML config under them, exit codes, one clear line for an error, colours.
 
 A script is `cli.run(parser, check, work)`: `check(args)` does everything that can be known before the expensive
-part and returns a plan, `work(plan)` does the stage. Exit codes: 0 done, 1 failed while working, 2 refused before
-working, 130 interrupted. Nothing here imports torch, so `--help` is quick.
+part and returns a plan, `work(plan)` does the stage. Nothing here imports torch, so `--help` is quick.
 """
 
 import argparse
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar
 
 from eagle3 import __version__
 
 STAGES = ("generate", "prepare", "extract", "train", "evaluate")
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+EXIT_CODES = (
+    f"exit codes: {DONE} done, {FAILED} failed while working, {REFUSED} refused before working, "
+    f"{INTERRUPTED} interrupted"
+)
 
 Plan = TypeVar("Plan")
 
@@ -24,10 +28,13 @@ Plan = TypeVar("Plan")
 class Tool(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
 
+    again = ""  # what somebody who interrupts it should know
+
     def __init__(self, prog: str | None, doc: str | None) -> None:
         super().__init__(
-            prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-        )
+            prog, description=doc, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )  # fmt: skip
         self.add_argument("--version", action="version", version=f"eagle3-train {__version__}")
 
     def error(self, message: str) -> NoReturn:
@@ -39,6 +46,8 @@ class Tool(argparse.ArgumentParser):
 
 class Parser(Tool):
     """The argument parser of one stage, whose flags may stand in a YAML file."""
+
+    again = "; the same command goes on"
 
     def __init__(self, stage: str, doc: str) -> None:
         super().__init__(None, doc)
@@ -179,7 +188,10 @@ def add_model(parser: Tool, *, required: bool = True) -> None:
 
 
 def run(parser: Tool, check: Callable[[argparse.Namespace], Plan], work: Callable[[Plan], None]) -> NoReturn:
-    """Parse, check, work; exit with the code that says how far it came."""
+    """Parse, check, work; exit with the code that says how far it came.
+
+    InterruptedError is a stop that was asked for, such as by SIGTERM, its text the last line.
+    """
     args = parser.parse()
     code = REFUSED
     try:
@@ -188,7 +200,10 @@ def run(parser: Tool, check: Callable[[argparse.Namespace], Plan], work: Callabl
         work(plan)
         code = DONE
     except KeyboardInterrupt:
-        _last_line(parser, "interrupted by Ctrl-C")
+        _last_line(parser, f"interrupted by Ctrl-C{parser.again}")
+        code = INTERRUPTED
+    except InterruptedError as stopped:
+        _last_line(parser, describe(stopped))
         code = INTERRUPTED
     except (ValueError, OSError) as error:
         _last_line(parser, f"error: {describe(error)}")
@@ -202,6 +217,11 @@ def run(parser: Tool, check: Callable[[argparse.Namespace], Plan], work: Callabl
 def describe(error: BaseException) -> str:
     """An error's text; never empty, since an empty one says nothing at 3 a.m."""
     return str(error) or f"{type(error).__name__} without a message"
+
+
+def colours(stream: TextIO) -> bool:
+    """Whether to colour what is written there: on a terminal that is not dumb, unless NO_COLOR is set (no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def _last_line(parser: Tool, text: str) -> None:

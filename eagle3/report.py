@@ -13,7 +13,7 @@ from datetime import datetime
 from itertools import groupby
 from pathlib import Path
 
-from eagle3 import __version__, cli, files, pages, runs, sections, status
+from eagle3 import __version__, cli, files, outcome, pages, runs, sections, status
 from eagle3.marked import Decode
 from eagle3.prepared import Row
 from eagle3.target import Target, check_same_target
@@ -32,7 +32,7 @@ def spans(row: Row, decode: Decode) -> Iterator[tuple[bool, str]]:
 
 def as_text(row: Row, decode: Decode, colour: bool | None = None) -> str:
     """The row with its supervised text green on a terminal, in [[ ]] elsewhere."""
-    colour = sys.stdout.isatty() if colour is None else colour
+    colour = cli.colours(sys.stdout) if colour is None else colour
     before, after = (GREEN, RESET) if colour else ("[[", "]]")
     text = "".join(f"{before}{text}{after}" if supervised else text for supervised, text in spans(row, decode))
     return f"{_title(row)}\n{text}"
@@ -97,7 +97,7 @@ def target_of(outputs: list[runs.Output]) -> Path | None:
 
 def page(run: sections.Run) -> str:
     """The whole report. ValueError naming a file that is not as its stage writes it."""
-    training, evaluation = sections.training(run), sections.evaluation(run)
+    training, evaluation = sections.training(run), outcome.evaluation(run)
     target = target_of(run.outputs)
     return pages.render(
         "report.html",

@@ -1,10 +1,18 @@
-"""Flags that no run could mean are refused before anything is read, whether they come by flag or by YAML."""
+"""The manners of the command lines: quick help, named groups, one clear last line, exit codes, colours; and flags that
+no run could mean are refused before anything is read, whether they come by flag or by YAML."""
 
+import io
+import json
+import pty
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from eagle3 import extract, files
+from eagle3 import __version__, cli, extract, files
 from tests import stages
 from tests.test_configs import parser_of
 
@@ -111,3 +119,109 @@ def test_states_do_not_go_where_the_prepared_data_is(tiny_llama: Path, tmp_path)
     )
     with pytest.raises(ValueError, match="--output-dir .*: holds the prepared data itself"):
         extract.open_target(options)
+
+
+ROOT = stages.ROOT
+SCRIPTS = sorted(path.name for path in ROOT.glob("[0-9]*.py"))
+MODULES = sorted(p.stem for p in (ROOT / "eagle3").glob("*.py") if '__name__ == "__main__"' in p.read_text())
+COMMANDS = [*SCRIPTS, *(f"eagle3.{name}" for name in MODULES), "fix_custom_worker.py"]
+HEAVY = ("torch", "vllm", "transformers", "datasets", "pandas", "pyarrow", "ray", "jinja2")
+ASK = """
+import runpy, sys
+name, sys.argv = sys.argv[1], sys.argv[1:]
+try:
+    (runpy.run_path if name.endswith(".py") else runpy.run_module)(name, run_name="__main__")
+finally:
+    print("imported:", *sorted(set(sys.modules) & set(HEAVY)))
+"""
+
+
+def asked(command: str, flag: str) -> str:
+    """What a command says to a flag that ends it, and which of HEAVY it imported for that."""
+    program = f"HEAVY = {HEAVY}\n{ASK}"
+    result = subprocess.run([sys.executable, "-c", program, command, flag], cwd=ROOT, text=True, capture_output=True)
+    assert result.returncode == cli.DONE, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_quick_and_says_the_exit_codes(command):
+    """Every command's --help comes without importing torch or any other large package, and documents its exit codes."""
+    said = asked(command, "--help")
+    assert said.splitlines()[-1] == "imported:"
+    assert "xit codes: 0 " in said and (command == "fix_custom_worker.py" or cli.EXIT_CODES in said)
+    assert "--version" in said
+
+
+def test_versions_have_one_owner():
+    """The version is eagle3.__version__ for every command; fix_custom_worker.py, which is copied alone, has its own."""
+    said = {command: asked(command, "--version").splitlines()[0] for command in (COMMANDS[0], *COMMANDS[-2:])}
+    *ours, own = said.values()
+    assert set(ours) == {f"eagle3-train {__version__}"}
+    assert own.startswith("fix_custom_worker.py revision ")
+
+
+def test_ctrl_c_leaves_a_clear_last_line(tiny_llama, tmp_path):
+    """SIGINT while rows are read: the last line says what happened and what to do, no traceback, exit code 130."""
+    chats = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "Hello there"}, {"role": "assistant", "content": "Good day. " * 40}]
+    chats.write_text((json.dumps({"messages": turns}) + "\n") * 8000)
+    flags = ["--model-path", tiny_llama, "--input", chats, "--output-dir", tmp_path / "data", "--workers", "1"]
+    run = subprocess.Popen(
+        [sys.executable, "01_prepare_data.py", *map(str, flags)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert any(line.startswith("workers ") for line in run.stdout)
+    time.sleep(0.2)  # into the rows
+    run.send_signal(signal.SIGINT)
+    rest, _ = run.communicate(timeout=60)
+    assert run.returncode == cli.INTERRUPTED, rest
+    assert rest.splitlines()[-1] == "01_prepare_data.py: interrupted by Ctrl-C; the same command goes on"
+    assert "Traceback" not in rest
+    assert not (tmp_path / "data/metadata.json").exists()
+
+
+def ended(capsys, error=None) -> tuple[int, str]:
+    """Exit code and last line of a command whose work ends in this error."""
+
+    def work(_):
+        if error is not None:
+            raise error
+
+    tool = cli.Tool("python -m eagle3.tool", "A tool.")
+    tool.parse = lambda: None  # no flags
+    with pytest.raises(SystemExit) as end:
+        cli.run(tool, lambda _: None, work)
+    return end.value.code, "".join(capsys.readouterr().err.splitlines()[-1:])
+
+
+def test_each_way_to_end_has_its_code_and_line(capsys):
+    """A stop that was asked for is 130 as Ctrl-C is, an error while working 1; one without text names its class."""
+    assert ended(capsys) == (0, "")
+    assert ended(capsys, KeyboardInterrupt()) == (130, "python -m eagle3.tool: interrupted by Ctrl-C")
+    stop = InterruptedError("stopped on request: 3 shards to do")
+    assert ended(capsys, stop) == (130, "python -m eagle3.tool: stopped on request: 3 shards to do")
+    assert ended(capsys, ValueError("no")) == (1, "python -m eagle3.tool: error: no")
+    bare = "python -m eagle3.tool: failed: AssertionError: AssertionError without a message (traceback above)"
+    assert ended(capsys, AssertionError()) == (1, bare)
+
+
+def test_colours_are_for_terminals_that_want_them(monkeypatch):
+    """A file or a pipe gets none, a terminal does, unless NO_COLOR is set or it is a dumb one."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    ours, theirs = pty.openpty()
+    with open(ours, "rb"), open(theirs, "w") as terminal:
+        assert cli.colours(terminal)
+        assert not cli.colours(io.StringIO())
+        monkeypatch.setenv("NO_COLOR", "1")
+        assert not cli.colours(terminal)
+        monkeypatch.delenv("NO_COLOR")
+        monkeypatch.setenv("TERM", "dumb")
+        assert not cli.colours(terminal)
+
+
+def test_one_place_decides_on_colours():
+    """Nobody else asks whether a stream is a terminal, but the progress bar, which is no colour."""
+    asks = {p.name for p in [*ROOT.glob("*.py"), *(ROOT / "eagle3").glob("*.py")] if "isatty" in p.read_text()}
+    assert asks == {"cli.py", "progress.py"}

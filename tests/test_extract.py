@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
-from eagle3 import capture, extract, files, prepared, shards, vocab
+from eagle3 import capture, cli, extract, files, prepared, shards, vocab
 from eagle3.shards import ShardSet
 from eagle3.target import Target
 from tests import hf_states, replay, stages
@@ -150,7 +150,7 @@ def test_killed_workers_and_drivers_of_a_real_run(tiny_llama, tmp_path):
     wait_for(lambda: files.read_json(out / "status.json")["state"] == "loading" and engines_of(run), run)
     family = engines_of(run)
     run.terminate()
-    assert run.wait(timeout=60) == 1
+    assert run.wait(timeout=60) == cli.INTERRUPTED
     assert psutil.wait_procs(family, timeout=20)[1] == []
     assert "stopped on request while the target was loading" in (tmp_path / "log").read_text()
     run = start()
