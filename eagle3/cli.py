@@ -220,7 +220,7 @@ def describe(error: BaseException) -> str:
 
 
 def colours(stream: TextIO) -> bool:
-    """Whether to colour what is written there: on a terminal that is not dumb, unless NO_COLOR is set (no-color.org)."""
+    """Whether to colour what is written there: a terminal that is not dumb, unless NO_COLOR (no-color.org) is set."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
