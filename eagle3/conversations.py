@@ -36,6 +36,7 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 TEXT_PARTS = ("text", "input_text", "output_text")
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
+FORMS = "JSON lines (an object a line), a JSON array, Parquet, or a folder that `datasets` saved"
 BETWEEN_ELEMENTS = re.compile(r"[\s,]*")
 FOLDER_INFO = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 
@@ -212,9 +213,22 @@ def _json_rows(path: Path) -> Iterator[tuple[bytes | dict[str, Any], float]]:
             head = more
         file.seek(0)
         stream = _open(path, file)
-        is_array = head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+        head = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+        is_array = head.startswith(b"[")
+        _check_form(path, head)
         for row in _array_rows(path, stream) if is_array else stream:
             yield row, min(file.tell() / size, 1.0)
+
+
+def _check_form(path: Path, head: bytes) -> None:
+    """ValueError for a file of another form, by its beginning: else each of its lines would be a row of broken JSON."""
+    first = head.split(b"\n", 1)[0].strip()
+    if first == b"{":
+        raise ValueError(
+            f"{path}: one JSON object over several lines; expected {FORMS}: write it on one line, or in [ ]"
+        )
+    if first[:1] not in (b"", b"{", b"[") and _suffix(path) not in SUFFIXES:
+        raise ValueError(f"{path}: begins with {first[:40]!r}, which is no JSON; expected {FORMS}")
 
 
 def _array_rows(path: Path, file: IO[bytes], chunk: int = 1 << 20) -> Iterator[dict[str, Any]]:

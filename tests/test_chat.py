@@ -10,6 +10,7 @@ import pytest
 from chat_targets import CASES, EXPECTED, GOLDEN, TARGETS, TOOLS, assistant, target_folder, user
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from eagle3 import chat
 from eagle3.conversations import Conversation, Drop, Raw, parse
@@ -70,16 +71,25 @@ def test_prompt_ids_are_those_of_the_template(name):
     assert loaded(name).prompt_ids(messages) == expected
 
 
+@cache
+def smollm2_lost_bytes() -> set[int]:
+    """Bytes that the real tokenizer has no token for and leaves out: six control characters, planes 4 to 11."""
+    vocabulary = loaded("smollm2").tokenizer.get_vocab()
+    return {byte for byte, char in bytes_to_unicode().items() if char not in vocabulary}
+
+
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40).filter(str.strip)
 
 
-@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize("name", TARGETS)
 @settings(max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(turns=st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=3))
 def test_supervised_spans_give_back_the_answers(name, turns):
     """Property: decoding the supervised spans gives each answer and its end token, once, in order; the prompt before an
     answer has exactly the server's ids."""
-    assume(not any(loaded(name)._control.search(text) for turn in turns for text in turn))  # a drop, tested below
+    texts = [text for turn in turns for text in turn]
+    assume(not any(loaded(name)._control.search(text) for text in texts))  # a drop, tested below
+    assume(name != "smollm2" or not smollm2_lost_bytes() & set("".join(texts).encode()))
     row = {"messages": [m for question, answer in turns for m in (user(question), assistant(answer))]}
     made = samples(name, row)
     spans = [span for sample in made for span in supervised(name, sample)]
@@ -90,7 +100,7 @@ def test_supervised_spans_give_back_the_answers(name, turns):
         )
         assert text.endswith(ENDS[name])
         assert text.removesuffix(ENDS[name]).strip() == answer.strip()
-        if name in ("kimi", "kimi_instant", "deepseek_v31_instant"):  # templates that change nothing
+        if name in ("smollm2", "kimi", "kimi_instant", "deepseek_v31_instant"):  # templates that change nothing
             assert text == answer + ENDS[name]
     first = loaded(name).prompt_ids([user(turns[0][0])])
     assert made[0].input_ids[: len(first)] == first

@@ -271,6 +271,34 @@ def test_damaged_files_are_named(tmp_path):
             list(read_raw(tmp_path / name))
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.json", json.dumps({"messages": HI}, indent=2), "one JSON object over several lines.*write it on one line"),
+        ("a.jsonl", json.dumps({"data": [HI]}, indent=1), "one JSON object over several lines"),
+        ("a.csv", "prompt,response\nhi,yo\n", "begins with b'prompt,response', which is no JSON"),
+        ("a.txt", "hello\n", "begins with b'hello', which is no JSON"),
+        ("a.arrow", "ARROW1\0\0", "begins with b'ARROW1"),
+    ],
+)
+def test_a_file_of_another_form_is_explained(tmp_path, name, content, said):
+    """A file that is no rows at all is refused: what was found, and which forms are taken."""
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(ValueError, match=rf"{name}: {said}.*"):
+        list(read_raw(path))
+    with pytest.raises(ValueError, match="expected JSON lines .an object a line., a JSON array, Parquet, or a folder"):
+        list(read_raw(path))
+
+
+def test_a_broken_first_line_is_one_row(tmp_path):
+    """In a file that is called JSON a first line that is none is a drop like any other line, not the end of the run."""
+    for first in ("{bad", "# a comment", ""):
+        path = tmp_path / "a.jsonl"
+        path.write_text(f"{first}\n{json.dumps({'messages': HI})}\n")
+        assert [raw.line for raw in read_raw(path)] == ([1, 2] if first else [2])
+
+
 def test_expand(tmp_path):
     """Paths, globs and folders name files in order, each once; one that names nothing is refused."""
     for name in ("b.jsonl", "a.jsonl", "x.txt"):
