@@ -21,6 +21,7 @@ that vLLM does not serve the draft as it was trained. Seconds are a whole proces
 import argparse
 import importlib.util
 import json
+import math
 import shlex
 import shutil
 import subprocess
@@ -77,27 +78,32 @@ class Trained:
 
 @dataclass(frozen=True)
 class Study:
-    """What all trainings share. `common`: the settings of 03, as its own parser reads them."""
+    """What all trainings share. `common`: the settings of 03, as its own parser reads them; `steps` of ours end within
+    `epochs` with any seed."""
 
     args: argparse.Namespace
     common: argparse.Namespace
     states: HiddenStates
     steps: int
+    epochs: int
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "Study":
         common = _script().parser().parse([*our_flags(args), "--output-dir", str(args.output)])
         states = HiddenStates.open(args.hidden_states, Target.open(args.model_path))
         train, _ = split(states.data.sample_ids, common.eval_fraction)
-        budget = common.batch_tokens * common.grad_accumulation
-        steps = args.steps or len(Schedule(states.data.lengths, train, budget, 1, 0, common.epochs))
-        return cls(args, common, states, steps)
+        schedule = Schedule(states.data.lengths, train, common.batch_tokens, common.grad_accumulation, 0, common.epochs)
+        steps = args.steps or len(schedule)
+        return cls(args, common, states, steps, math.ceil(steps / len(schedule.epoch(0))) + 1)
+
+    @property
+    def identity(self) -> str:
+        return files.sha256_json([self.states.identity, self.common.eval_fraction])
 
     @property
     def data(self) -> Path:
         """The states in the layout of speculators, of this data and split alone."""
-        identity = files.sha256_json([self.states.identity, self.common.eval_fraction])
-        return self.args.output / f"speculators-data-{identity[:12]}"
+        return self.args.output / f"speculators-data-{self.identity[:12]}"
 
     def convert(self) -> None:
         """Write `data` unless it is there; it has its name only when it is whole."""
@@ -127,7 +133,7 @@ def our_flags(args: argparse.Namespace) -> list[str]:
 def command(study: Study, recipe: Recipe, lr: float | None, seed: int, folder: Path) -> list[str]:
     rate = [] if lr is None else ["--lr", str(lr)]
     if recipe.ours:
-        fixed = {"output-dir": folder, "seed": seed, "epochs": study.common.epochs + 1, "max-steps": study.steps}
+        fixed = {"output-dir": folder, "seed": seed, "epochs": study.epochs, "max-steps": study.steps}
         script = [str(ROOT / "03_train_draft.py"), *our_flags(study.args), "--keep", "1", "--track"]
     else:
         common = study.common
@@ -146,12 +152,9 @@ def command(study: Study, recipe: Recipe, lr: float | None, seed: int, folder: P
 def train(study: Study, recipe: Recipe, lr: float | None, seed: int) -> Trained:
     """Train in a process of its own, unless this very command has finished before. RuntimeError with its last lines."""
     folder = study.args.output / recipe.name.replace(" ", "_") / f"lr-{lr or 'own'}-seed-{seed}"
-    words, record, log = (
-        command(study, recipe, lr, seed, folder),
-        folder / "trained.json",
-        folder.with_name(f"{folder.name}.log"),
-    )
-    if record.is_file() and (before := files.read_json(record))["command"] == words:
+    words, record, log = command(study, recipe, lr, seed, folder), folder / "trained.json", Path(f"{folder}.log")
+    same = {"command": words, "data": study.identity}
+    if record.is_file() and same.items() <= (before := files.read_json(record)).items():
         return Trained(**before["trained"])
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -163,7 +166,7 @@ def train(study: Study, recipe: Recipe, lr: float | None, seed: int) -> Trained:
         raise RuntimeError(f"{log}: exit code {code}\n" + "\n".join(log.read_text().splitlines()[-20:]))
     draft, score, held_out = _our_result(folder) if recipe.ours else _their_result(folder, study.args.drafts)
     trained = Trained(recipe.name, seed, lr, str(draft), score, held_out, seconds)
-    files.write_json(record, {"command": words, "trained": asdict(trained)})
+    files.write_json(record, same | {"trained": asdict(trained)})
     print(f"trained {recipe.name}, lr {lr or 'own'}, seed {seed}: held out {held_out:.3f}, {seconds:.0f} s", flush=True)
     return trained
 
