@@ -7,6 +7,7 @@ part and returns a plan, `work(plan)` does the stage. Nothing here imports torch
 import argparse
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -21,6 +22,8 @@ EXIT_CODES = (
     f"exit codes: {DONE} done, {FAILED} failed while working, {REFUSED} refused before working, "
     f"{INTERRUPTED} interrupted"
 )
+
+NUMBERS = re.compile(r"-?[\d.]+([ ,]+-?[\d.]+)+")  # what YAML reads as one string: 2 30 58 60
 
 Plan = TypeVar("Plan")
 
@@ -72,18 +75,17 @@ class Parser(Tool):
         """The YAML file's keys for this stage, as command-line arguments."""
         known = {s[2:]: a for s, a in self._option_string_actions.items() if s.startswith("--")}
         arguments: list[str] = []
-        for key, value in config_values(path, self.stage).items():
-            name = str(key).replace("_", "-")
+        for name, value in config_values(path, self.stage).items():
             if name not in known or name in ("config", "help", "version"):
-                raise ValueError(f"{path}: unknown key {key!r} for {self.prog}: its flags are {', '.join(known)}")
+                raise ValueError(f"{path}: unknown key {name} for {self.prog}: its flags are {', '.join(known)}")
             arguments += _as_arguments(name, value, known[name])
         return arguments
 
 
 def config_values(path: Path, stage: str) -> dict[str, Any]:
-    """A config file's settings for one stage: its flat keys, then those of the section named after the stage.
+    """A config file's settings for one stage by flag name: its flat keys, over them the section named after the stage.
 
-    A section of another stage is left alone. Raises ValueError for a file that is not a mapping.
+    A section of another stage is left alone. Raises ValueError for a file that is not a mapping, or says a flag twice.
     """
     import yaml
 
@@ -96,7 +98,19 @@ def config_values(path: Path, stage: str) -> dict[str, Any]:
     sections = {k: v or {} for k, v in content.items() if k in STAGES}
     if bad := [k for k, v in sections.items() if not isinstance(v, dict)]:
         raise ValueError(f"{path}: section {bad[0]!r} must hold `flag: value` lines")
-    return {k: v for k, v in content.items() if k not in STAGES} | sections.get(stage, {})
+    flat = {k: v for k, v in content.items() if k not in STAGES}
+    return _by_flag(path, flat) | _by_flag(path, sections.get(stage, {}))
+
+
+def _by_flag(path: Path, mapping: dict[Any, Any]) -> dict[str, Any]:
+    """A mapping of a config file under the names of the flags, where `_` is as good as `-`."""
+    spelled: dict[str, Any] = {}
+    for key in mapping:
+        name = str(key).replace("_", "-")
+        if name in spelled:
+            raise ValueError(f"{path}: {spelled[name]!r} and {key!r} are one flag; keep one of them")
+        spelled[name] = key
+    return {name: mapping[key] for name, key in spelled.items()}
 
 
 def _as_arguments(name: str, value: Any, action: argparse.Action) -> list[str]:
@@ -112,6 +126,8 @@ def _as_arguments(name: str, value: Any, action: argparse.Action) -> list[str]:
         return [f"--{name}", *map(str, value)]
     if isinstance(value, dict):
         return [f"--{name}={json.dumps(value)}"]
+    if isinstance(value, str) and action.nargs == "+" and NUMBERS.fullmatch(value):
+        raise ValueError(f"config key {name!r} takes a list: write [{', '.join(re.findall(r'[^ ,]+', value))}]")
     return [f"--{name}={value}"]
 
 

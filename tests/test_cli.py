@@ -225,3 +225,29 @@ def test_one_place_decides_on_colours():
     """Nobody else asks whether a stream is a terminal, but the progress bar, which is no colour."""
     asks = {p.name for p in [*ROOT.glob("*.py"), *(ROOT / "eagle3").glob("*.py")] if "isatty" in p.read_text()}
     assert asks == {"cli.py", "progress.py"}
+
+
+@pytest.mark.parametrize(
+    ("stage", "text", "said"),
+    [
+        ("extract", "layer-ids: 2 30 58 60", "'layer-ids' takes a list: write [2, 30, 58, 60]"),
+        ("extract", "layer_ids: 2, 30,58 60", "'layer-ids' takes a list: write [2, 30, 58, 60]"),
+        ("prepare", "max-seq-len: 1\nmax_seq_len: 2", "'max-seq-len' and 'max_seq_len' are one flag"),
+        ("prepare", "prepare:\n  max_seq_len: 1\n  max-seq-len: 2", "'max_seq_len' and 'max-seq-len' are one flag"),
+    ],
+)
+def test_a_config_that_could_mean_two_things_is_refused(stage, text, said, tmp_path, capsys):
+    """A list written as a command line has it, and one flag in two spellings: refused, saying what to write."""
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(SystemExit) as refused:
+        parser_of(stage).parse(["--config", str(path)])
+    line = capsys.readouterr().err
+    assert refused.value.code == 2 and said in line and line.count("\n") == 1
+
+
+def test_a_section_wins_over_a_flat_key_in_either_spelling(tmp_path):
+    """A section is for its stage alone, so what it says holds, however the flag is spelled in either place."""
+    path = tmp_path / "config.yaml"
+    path.write_text("max-seq-len: 1\nprepare:\n  max_seq_len: 2\n")
+    assert parser_of("prepare").parse([*NEEDED["prepare"], "--config", str(path)]).max_seq_len == 2
