@@ -31,6 +31,8 @@ class InitialDraft:
             if not (folder / name).is_file():
                 raise ValueError(f"--init-from {folder}: has no {name}, so it is not a draft's folder")
         config = files.read_json(folder / "config.json")
+        if (count := (config.get("transformer_layer_config") or config).get("num_hidden_layers", 1)) != 1:
+            raise ValueError(f"--init-from {folder}: has {count} decoder layers; drafts of one layer are trained here")
         wanted, found = layers.draft_aux_ids(layer_ids), _aux_ids(config, num_layers)
         if found != wanted:
             raise ValueError(

@@ -37,9 +37,9 @@ class Parts:
         return len(self.numbers) == self.total
 
     @property
-    def marker(self) -> str:
-        """The name of the file that says that these parts are trained; as 02 names their folder."""
-        return f"part-{self.last:05}-of-{self.total:05}.done"
+    def markers(self) -> list[str]:
+        """The names of the files that say that these parts are trained; as 02 names their folders."""
+        return [f"part-{number:05}-of-{self.total:05}.done" for number in self.numbers]
 
     def check_turn(self, done: int) -> None:
         """ValueError unless these parts are the next ones after the first `done`, or were all trained before."""

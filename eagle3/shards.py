@@ -411,7 +411,10 @@ class ShardSet:
 
 
 def copy_samples(data: ShardSet, samples: Sequence[int], folder: Path) -> None:
-    """Write these samples (ascending) into `folder` as they are stored, a shard for each shard that holds some."""
+    """Write these samples (ascending) into `folder` as they are stored, a shard for each shard that holds some.
+
+    ValueError if one is damaged: a copy would give it a checksum that holds.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     groups = itertools.groupby(map(data.locate, samples), key=lambda found: found[0].path)
     for index, (_, found) in enumerate(groups):
@@ -428,7 +431,7 @@ def copy_samples(data: ShardSet, samples: Sequence[int], folder: Path) -> None:
         _, layers, hidden = shard.stored(0)[0].shape
         writer = ShardWriter(folder, content, ShardFormat(layers, hidden, shard.stored(0)[0].dtype, shard.shared))
         for place, i in enumerate(indices):
-            writer.write(place, 0, *(None if t is None else t.contiguous() for t in shard.stored(i)))
+            writer.write(place, 0, *(None if t is None else t.contiguous() for t in shard.verified(i)))
         writer.finish()
 
 

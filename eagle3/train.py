@@ -125,6 +125,8 @@ def plan_run(args: argparse.Namespace) -> Run:
     target = Target.open(args.model_path)
     states = HiddenStates.open_all(args.hidden_states, target)
     check_fit(states.data, settings.batch_tokens)
+    if settings.max_steps is not None and settings.max_steps < states.parts.total:
+        raise ValueError(f"--max-steps {settings.max_steps}: fewer than the {states.parts.total} parts that share them")
     DraftConfig.for_target(target, states.vocab)
     check_trackers(args.track)
     run = Run(
@@ -197,8 +199,10 @@ def _held(folder: Path) -> Iterator[Status]:
 
 def mark_trained(run: Run, ranks: Ranks) -> None:
     """For scripts that delete a part once it is trained: a file that says so. The checkpoint is what counts here."""
-    if ranks.first and run.states.parts.total > 1:
-        files.write_json(run.folder / run.states.parts.marker, {"trained": str(run.states.parts)})
+    parts = run.states.parts
+    if ranks.first and parts.total > 1:
+        for name in parts.markers:
+            files.write_json(run.folder / name, {"trained": str(parts)})
 
 
 class StopRequest:

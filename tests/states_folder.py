@@ -1,5 +1,6 @@
 """Writes small hidden-states folders, as 02_extract_hidden_states.py leaves them, for the tests of the training."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,15 @@ def write_hidden_states(
     files.write_json(folder / shards.METADATA, metadata)
     vocab.save(folder)
     return folder
+
+
+def flip_a_byte(shard, tensor):
+    """Damage the middle of a tensor of a shard's file."""
+    content = bytearray(shard.read_bytes())
+    header = int.from_bytes(content[:8], "little")
+    first, end = json.loads(content[8 : 8 + header])[tensor]["data_offsets"]
+    content[8 + header + (first + end) // 2] ^= 1
+    shard.write_bytes(content)
 
 
 def model_samples(model_path: Path, layer_ids, count=12, seed=0):

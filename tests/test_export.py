@@ -224,6 +224,11 @@ def test_a_start_from_other_layers_or_another_vocabulary_is_refused(tiny_llama, 
         initial.load_into(draft, DraftVocab(512, np.array([2, 5, 8])))
     with pytest.raises(ValueError, match=r"--init-from .*: has no config\.json"):
         InitialDraft.open(tmp_path, LAYER_IDS, 6)
+    config = files.read_json(tmp_path / "draft" / "config.json")
+    config["transformer_layer_config"]["num_hidden_layers"] = 2
+    files.write_json(tmp_path / "draft" / "config.json", config)
+    with pytest.raises(ValueError, match="has 2 decoder layers; drafts of one layer are trained here"):
+        InitialDraft.open(tmp_path / "draft", [0, 2, 4, 5], 6)
 
 
 def published(tiny_llama, folder, change=None):

@@ -9,14 +9,14 @@ import sys
 
 import pytest
 import torch
-from states_folder import random_samples, write_hidden_states
+from states_folder import flip_a_byte, random_samples, write_hidden_states
 from training_run import LAYER_IDS, SCRIPT, draft_vocab, planned
 
 from eagle3 import checkpoint, parts
 from eagle3.optim import learning_rate
 from eagle3.parts import Course, Parts
 from eagle3.ranks import Ranks
-from eagle3.shards import ShardSet, copy_samples
+from eagle3.shards import ShardSet, copy_samples, shard_name
 from eagle3.target import Target
 from eagle3.train import Trainer, evaluate, run_training
 
@@ -98,6 +98,21 @@ def test_max_steps_are_shared_by_the_parts():
     assert lengths == [3, 3, 4]
     assert Course.of(Parts([2, 3], 3), 1, 3, 99, 10).steps == 7
     assert Course.of(Parts([1], 1), 0, 0, 99, 10).steps == 10
+
+
+def test_fewer_steps_than_parts_are_refused(tiny_llama, folders, tmp_path):
+    """A part without a step would never be done."""
+    with pytest.raises(ValueError, match="--max-steps 1: fewer than the 2 parts that share them"):
+        planned(tiny_llama, folders[1], tmp_path, max_steps=1, **EACH)
+
+
+def test_a_damaged_sample_is_not_kept(folders, tmp_path):
+    """The copy would have a checksum that holds."""
+    damaged = shutil.copytree(folders[1], tmp_path / "damaged")
+    flip_a_byte(damaged / shard_name(0), "hidden_states")
+    data = ShardSet(damaged)
+    with pytest.raises(ValueError, match=r"shard-00000\.safetensors: sample 's\d' does not match its checksum"):
+        copy_samples(data, range(len(data)), tmp_path / "kept")
 
 
 def test_a_run_stopped_inside_its_second_part_goes_on_bit_for_bit(
@@ -196,6 +211,7 @@ def test_all_parts_together_are_the_whole_set(tiny_llama, folders, tmp_path, cap
     assert sorted(run.states.data.sample_ids) == sorted(ShardSet(folders[0]).sample_ids)
     assert run_training(run)
     assert (run.position().step, run.position().finished) == (32, True)
+    assert len(list(run.folder.glob("part-0000?-of-00002.done"))) == 2
     assert "data: 16 samples to train on" in capsys.readouterr().out
     assert not (run.folder / "held_out").exists()
 

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from states_folder import random_samples, write_hidden_states
+from states_folder import flip_a_byte, random_samples, write_hidden_states
 from training_run import LAYER_IDS, SCRIPT, arguments, draft_vocab, planned, script, write_states
 
 from eagle3 import checkpoint, cli, parts, train
@@ -166,15 +166,6 @@ def test_a_chain_of_drafts_that_no_target_would_accept_is_refused(tiny_llama, st
     """The range is named."""
     with pytest.raises(ValueError, match=said):
         planned(tiny_llama, states, tmp_path, **flags)
-
-
-def flip_a_byte(shard, tensor):
-    """Damage the middle of a tensor of a shard's file."""
-    content = bytearray(shard.read_bytes())
-    header = int.from_bytes(content[:8], "little")
-    first, end = json.loads(content[8 : 8 + header])[tensor]["data_offsets"]
-    content[8 + header + (first + end) // 2] ^= 1
-    shard.write_bytes(content)
 
 
 def test_a_damaged_sample_is_named_when_it_is_read(tiny_llama, states, tmp_path):
