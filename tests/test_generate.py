@@ -12,12 +12,13 @@ import sys
 import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from chat_server import ChatServer, completion
 from chat_targets import target_folder
 from vllm_server import vllm_serve
 
-from eagle3 import chat, dialogues, generate
+from eagle3 import chat, dialogues, engine, generate
 from eagle3 import server as server_module
 from eagle3.conversations import Drops
 from eagle3.target import Target
@@ -114,6 +115,27 @@ def test_turns(roles, expected):
     names = {"u": "user", "a": "assistant", "s": "system", "t": "tool", "c": "assistant"}
     messages = [{"role": names[r], "content": r, **({"tool_calls": [{"id": "1"}]} if r == "c" else {})} for r in roles]
     assert ["".join(m["content"] for m in turn) for turn in dialogues.turns_of(messages)] == expected
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "one"},
+        {"question": "one"},
+        {"turns": ["one"]},
+        {"prompt": [user("one")]},
+        {"messages": [user("one")]},
+        {"messages": [user([{"type": "text", "text": "one"}]), assistant("given")]},
+        {"conversations": [{"from": "human", "value": "one"}]},
+        {"instruction": "one"},
+    ],
+)
+def test_every_kind_of_prompt_is_asked(llama, tmp_path, row):
+    """A prompt alone, in each format, is one turn to answer, with the ids of the template's prompt."""
+    path, drops = write(tmp_path / "p.jsonl", [row]), Drops()
+    (dialogue,) = dialogues.read([path], llama, 4096, None, drops)
+    assert dialogue.turns == [[user("one")]] and dialogue.prompt_ids == llama.prompt_ids([user("one")])
+    assert not drops.total
 
 
 def test_conversations_go_on_with_the_targets_own_answers(run, answers, llama):
@@ -378,6 +400,37 @@ def test_other_settings_in_one_file_are_refused(run, answers, flags, said):
     assert result.returncode == 2 and said in result.stdout
 
 
+def test_answers_of_two_template_settings_do_not_mix(tmp_path, monkeypatch):
+    """00 goes on under the same --chat-template-kwargs alone, before and after its end: others are refused with the
+    key and both values. 01 drops each of its rows under others, naming both."""
+    monkeypatch.setattr(server_module, "RETRIES", 0)
+    kimi = chat.load(Target.open(target_folder("kimi")), True)
+    good = completion("yes", token_ids=kimi.encode(f"I think</think>yes{EOS}"))
+    common = ("--model-path", target_folder("kimi"), "--trust-remote-code")
+    output, instant = output_of(tmp_path), ("--chat-template-kwargs", '{"thinking": false}')
+    refused = "begun with other settings: chat_template_kwargs.thinking: expected None, found False"
+    replies = iter([good, (500, {"error": {"message": "out of memory"}}), good, good])
+    with ChatServer(lambda _: next(replies)) as server:
+        flags = (
+            *common,
+            *arguments("", tmp_path, [prompt("a", "one"), prompt("b", "two")], server)[2:],
+            "--batch-size",
+            1,
+        )
+        assert stages.run_here("00_generate_responses.py", *flags)[0] == 1
+        code, said = stages.run_here("00_generate_responses.py", *flags, *instant)
+        assert code == 2 and refused in said
+        assert stages.run_here("00_generate_responses.py", *flags)[0] == 0
+        code, said = stages.run_here("00_generate_responses.py", *flags, *instant)
+        assert code == 2 and refused in said
+    assert len(server.requests) == 3 and len(read(output)) == 2
+    flags = (*common, "--input", output, "--output-dir", tmp_path / "prepared", "--draft-vocab-size", 300)
+    code, said = stages.run_here("01_prepare_data.py", *flags, *instant)
+    assert code == 1 and "other_template_kwargs: 2" in said
+    assert "made with --chat-template-kwargs {}, this run has {'thinking': False}" in said
+    assert stages.run_here("01_prepare_data.py", *flags)[0] == 0
+
+
 @pytest.fixture(scope="module")
 def talkative(tiny_llama, tmp_path_factory):
     """The tiny Llama with a stop token in eight, so that its answers end before long."""
@@ -410,3 +463,82 @@ def test_a_real_server_and_the_engine_say_the_same(talkative, tmp_path):
         assert row["loss_mask"] == [0] * (len(row["input_ids"]) - said) + [1] * said
         assert row["input_ids"][-1] in model.stop_ids and row["finish_reason"] == "stop"
         assert row["input_ids"][:-said] == model.prompt_ids(row["messages"][:-1])
+
+
+@pytest.mark.slow
+def test_killed_with_an_engine_it_leaves_none_and_goes_on(talkative, tmp_path):
+    """kill -9 of the driver while its engine answers: every process of the engine ends by itself, and the same command
+    ends with each conversation once, with the finished ones as they were."""
+    rows = [prompt(f"p{i}", f"Hello there {i}") for i in range(60)]
+    output = output_of(tmp_path)
+    part = output.with_name("answers.jsonl.part")
+    flags = ["--model-path", talkative, "--input", write(tmp_path / "prompts.jsonl", rows), "--output", output]
+    flags += ["--max-tokens", 200, "--batch-size", 4, "--keep-cut"]
+    command = [sys.executable, "00_generate_responses.py", *map(str, flags)]
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen(command, cwd=stages.ROOT, stdout=log, stderr=subprocess.STDOUT)
+        while not part.exists() or part.stat().st_size < 1500:
+            assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
+            time.sleep(0.02)
+        engines = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        process.wait()
+    assert engines
+    _, alive = psutil.wait_procs(engines, timeout=60)
+    assert not alive
+    lines = part.read_bytes().splitlines(keepends=True)
+    before = {entry["id"]: entry["rows"] for entry in (json.loads(line) for line in lines if line.endswith(b"\n"))}
+    said = stages.succeed("00_generate_responses.py", *flags)
+    assert f"conversations: 60, {len(before)} of them finished before" in said and 0 < len(before) < 60
+    assert "leaked" not in said and "force killing" not in said, "the engine closes what it holds"
+    found = read(output)
+    assert [row["id"] for row in found] == [row["id"] for row in rows]
+    assert [[row] for row in found if row["id"] in before] == [
+        before[i] for i in sorted(before, key=lambda i: int(i[1:]))
+    ]
+
+
+@pytest.fixture
+def one_engine(talkative, monkeypatch):
+    """A real engine that every run of 00 in this process is given."""
+    from vllm import LLM
+
+    llm: LLM = engine.start(talkative, tp_size=1, gpu_memory_utilization=0.5, max_model_len=300, dtype="float32")
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "start", lambda *_, **__: llm)
+        patched.setattr(engine, "stop", lambda _: None)
+        yield llm
+    engine.stop(llm)
+
+
+@pytest.mark.slow
+def test_sampling_with_a_real_engine(talkative, one_engine, tmp_path):
+    """With --temperature and --top-p one seed gives the same answers twice, also in other company, and another seed
+    others; greedy answers are those of plain vLLM after the template's own prompts."""
+    from transformers import AutoTokenizer
+    from vllm import SamplingParams
+
+    rows = [prompt(f"p{i}", f"Hello there {i}") for i in range(16)]
+    path = write(tmp_path / "prompts.jsonl", rows)
+
+    def answer(name: str, *flags: object) -> dict[str, list[int]]:
+        output = tmp_path / f"{name}.jsonl"
+        common = ("--model-path", talkative, "--input", path, "--output", output, "--max-tokens", 100, "--keep-cut")
+        code, said = stages.run_here("00_generate_responses.py", *common, *flags)
+        assert code == 0, said
+        return {row["id"]: row["input_ids"][row["loss_mask"].index(1) :] for row in read(output)}
+
+    warm = ("--temperature", 1.0, "--top-p", 0.9, "--seed")
+    first = answer("first", *warm, 1)
+    assert answer("again", *warm, 1, "--batch-size", 3) == first
+    other = answer("other", *warm, 2)
+    assert sum(other[i] != first[i] for i in first) >= 14
+    tokenizer = AutoTokenizer.from_pretrained(talkative)
+    ids = [
+        tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=False) for row in rows
+    ]
+    plain = one_engine.generate(
+        [{"prompt_token_ids": i} for i in ids], SamplingParams(max_tokens=100, temperature=0, detokenize=False)
+    )
+    expected = {row["id"]: list(made.outputs[0].token_ids) for row, made in zip(rows, plain, strict=True)}
+    assert answer("greedy") == expected

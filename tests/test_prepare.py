@@ -241,6 +241,27 @@ def test_workers_write_the_same(script, tmp_path):
         assert (one / name).read_bytes() == (two / name).read_bytes(), name
 
 
+def test_formats_are_found_out_printed_and_overridable(script, tmp_path):
+    """Several files, globs and formats in one run, each row by its own keys; what was found is printed and counted, and
+    --format reads every row one way."""
+    alpaca = {"instruction": "a", "output": "b"}
+    rows = [
+        *(GOOD, {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "c"}]}, alpaca),
+        *({"prompt": "p", "response": "r"}, {"input_ids": [5, 6], "loss_mask": [0, 1]}),
+    ]
+    (tmp_path / "b.json").write_text(json.dumps([{"prompt": "q", "response": "r"}]))
+    path = write(tmp_path / "in.jsonl", *rows)
+    code, folder, printed = script(path, "--input", str(path), str(tmp_path / "*.json"))
+    assert code == 0 and f"{path} (messages, sharegpt, alpaca, prompt, tokenized)" in printed
+    assert f"{tmp_path / 'b.json'} (prompt)" in printed
+    assert counts(folder)["formats"] == {"messages": 1, "sharegpt": 1, "alpaca": 1, "prompt": 2, "tokenized": 1}
+    code, folder, printed = script([GOOD | alpaca], "--format", "alpaca", out="alpaca")
+    assert code == 0 and "in.jsonl (alpaca)" in printed and counts(folder)["formats"] == {"alpaca": 1}
+    assert "b<|im_end|>" in chat.load(Target.open(target_folder("kimi")), True).decode(
+        rows_of(folder)[0].input_ids.tolist()
+    )
+
+
 def test_one_name_in_two_folders(script, tmp_path):
     """Two input files of one name are both read and both part of what a second run compares."""
     for name, row in (("a", GOOD), ("b", {"prompt": "a", "response": "b"})):
