@@ -6,7 +6,6 @@
 
 Acceptance length = accepted draft tokens + 1 (the target's own) a pass of the target. Several drafts of one target are
 compared on the same prompts. The same command again measures only what --output does not have yet.
-Exit codes: 0 done, 1 failed while working or below --min-acceptance, 2 refused before working.
 """
 
 import argparse
@@ -41,7 +40,7 @@ def parser() -> cli.Parser:
     )
     p.add_argument("--limit", type=cli.positive_int, metavar="N", help="only the first N prompts of each file")
     p.add_argument("--output", type=Path, metavar="FILE.json", help="where the figures go as JSON")
-    p.add_argument("--min-acceptance", type=cli.positive, metavar="X", help="fail if the best one accepts less")
+    p.add_argument("--min-acceptance", type=cli.positive, metavar="X", help="exit code 1 if the best one accepts less")
     p.add_argument("--base-url", metavar="URL", help="measure a running vLLM server with a draft, http://HOST:8000/v1")
     p.add_argument("--plain-url", metavar="URL", help="the same target served without a draft, for the speed-up")
     p.add_argument("--tp-size", type=cli.positive_int, default=1, metavar="N", help="GPUs of the engine (1)")

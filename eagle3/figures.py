@@ -74,9 +74,9 @@ def plain_of(measurement: Measurement, measurements: Iterable[Measurement]) -> M
     return next((m for m in measurements if m.setup.is_plain and m.setup.concurrency == concurrency), None)
 
 
-def best_of(measurements: Sequence[Measurement], draft: str | None = None) -> int | None:
-    """The number of the best measurement by BEST_RULE, of one draft or of all; None if there is none."""
-    candidates = [n for n in _at_lowest_concurrency(measurements) if draft in (None, measurements[n].setup.draft)]
+def best_of(measurements: Sequence[Measurement]) -> int | None:
+    """The number of the best measurement by BEST_RULE; None if there is none."""
+    candidates = _at_lowest_concurrency(measurements)
     return max(candidates, key=lambda n: _throughput(list(measurements[n].passes.values())), default=None)
 
 
@@ -93,15 +93,19 @@ def _throughput(measured: Sequence[Pass]) -> float:
 
 def rows(measurement: Measurement, plain: Measurement | None) -> Json:
     """A row for each benchmark and for all of them together."""
-    groups = {name: [name] for name in measurement.passes} | {ALL: list(measurement.passes)}
     is_plain = measurement.setup.is_plain
     return {
         name: row(
             None if is_plain else [measurement.passes[n] for n in group],
             None if plain is None else [plain.passes[n] for n in group],
         )
-        for name, group in groups.items()
+        for name, group in _groups(measurement).items()
     }
+
+
+def _groups(measurement: Measurement) -> dict[str, list[str]]:
+    """The benchmarks that go into each row."""
+    return {name: [name] for name in measurement.passes} | {ALL: list(measurement.passes)}
 
 
 def row(drafted: Sequence[Pass] | None, plain: Sequence[Pass] | None) -> Json:
@@ -250,7 +254,6 @@ def comparisons(measurements: Sequence[Measurement]) -> Iterable[Json]:
 
 
 def _comparison(first: Measurement, other: Measurement) -> Json:
-    groups = {name: [name] for name in first.passes} | {ALL: list(first.passes)}
     return {
         "baseline": first.setup.draft,
         "draft": other.setup.draft,
@@ -258,7 +261,7 @@ def _comparison(first: Measurement, other: Measurement) -> Json:
         "concurrency": first.setup.concurrency,
         "benchmarks": {
             name: compare([first.passes[n] for n in group], [other.passes[n] for n in group])
-            for name, group in groups.items()
+            for name, group in _groups(first).items()
         },
     }
 

@@ -177,11 +177,24 @@ def _token(row: Json, name: str) -> str:
     return "(ended)" if token is None else f"{text!r} ({token})" if text is not None else str(token)
 
 
+def _tokens_per_s(measurement: Json) -> float:
+    return measurement["benchmarks"][ALL]["tokens_per_s_draft"]
+
+
 def _verdict(result: Json, labels: dict[str | None, str]) -> Iterator[str]:
-    """The best number of drafted tokens, of all and of each draft; a hint where more are worth trying."""
+    """The best number of drafted tokens, of all drafts and of each."""
     measurements = result["measurements"]
     best = measurements[result["best"]]
     yield f"best: {_name(best, labels)} ({result['best_rule']})"
+    drafted = [m for m in measurements if m["num_speculative_tokens"] and m["concurrency"] == best["concurrency"]]
+    for draft, label in labels.items() if len(labels) > 1 else ():
+        own = max((m for m in drafted if m["draft"] == draft), key=_tokens_per_s)
+        yield f"      draft {label} alone: {own['num_speculative_tokens']} drafted, {_tokens_per_s(own):.1f} tokens/s"
+    yield from _hints(measurements, labels)
+
+
+def _hints(measurements: Sequence[Json], labels: dict[str | None, str]) -> Iterator[str]:
+    """Where the last of the most drafted tokens is still accepted often."""
     most = max(m["num_speculative_tokens"] for m in measurements)
     last: dict[Any, float] = {
         m["draft"]: m["benchmarks"][ALL]["acceptance_by_position"][-1]
