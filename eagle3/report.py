@@ -108,6 +108,7 @@ def page(run: sections.Run) -> str:
         headline=evaluation.get("headline", []) + training.get("headline", []),
         stages=status.rows(run.folder),
         symbols=SYMBOLS,
+        numbers={stage: f"{k:02}" for k, stage in enumerate(cli.STAGES)},
         data=sections.data(run),
         states=sections.states(run),
         training=training,

@@ -5,7 +5,7 @@ naming the file that is not as its stage writes it.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
 from statistics import median
@@ -14,7 +14,6 @@ from typing import Any
 from eagle3 import charts, files, marked, prepared, runs
 from eagle3.charts import Series
 from eagle3.marked import Decode
-from eagle3.published import NAMES, PUBLISHED
 from eagle3.runs import Output
 
 Section = dict[str, Any]
@@ -31,7 +30,7 @@ COMMANDS = {
     "train": "python 03_train_draft.py --model-path TARGET --hidden-states {run}/hidden_states --output-dir {run}",
     "evaluate": "python 04_evaluate_draft.py --draft {run}/draft --prompts FILE.jsonl --output {run}/evaluation.json",
 }
-NUM_SAMPLES, SAMPLE_TOKENS, ANSWER_TOKENS = 3, 600, 400  # shown
+NUM_SAMPLES, SAMPLE_TOKENS = 3, 600  # shown
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def data(run: Run) -> Section:
         content = newest.content if newest.stage == "prepare" else newest.content["prepared"]
         counts, statistics, vocab = content["counts"], content["statistics"], content["draft_vocab"]
         drops = sorted(counts["dropped"].items(), key=lambda item: -item[1])
-        return _source(outputs) | {
+        return source(outputs) | {
             "tiles": [*_generated_tiles(run), *_data_tiles(counts, statistics, vocab)],
             "bars": list(_data_bars(counts, statistics, drops, vocab["coverage"])),
             "drops": [
@@ -99,7 +98,7 @@ def data(run: Run) -> Section:
         }
 
 
-def _source(outputs: Sequence[Output]) -> Section:
+def source(outputs: Sequence[Output]) -> Section:
     return {"source": str(outputs[0].place), "others": [str(o.place) for o in outputs[1:]]}
 
 
@@ -143,39 +142,51 @@ def _data_bars(counts: Section, statistics: Section, drops: list[tuple[str, int]
 
 
 def states(run: Run) -> Section:
-    """How the hidden states were extracted: all parts of a set that was made in parts together."""
+    """How the hidden states were extracted: all parts together of a set that was made in parts."""
     outputs = run.of("extract")
     if not outputs:
         return run.missing("extract")
     newest = outputs[0]
     if not newest.file.is_file():
         return run.missing("extract") | {"what": f"{newest.place} is unfinished: its metadata.json is"}
-    status = files.read_json(newest.status_file) if newest.status_file.is_file() else {}
     with runs.reading(newest.file):
         content = newest.content
+        parts, older = _parts(outputs, content["settings"]["data_sha256"])
         shared = content["shared"]
-        there, planned = runs.num_shards(newest.place), content["num_shards"]
-        size = sum(path.stat().st_size for path in newest.place.glob("shard-*.safetensors"))
-        tiles = [
-            Tile("Samples", f"{content['num_samples']:,}", f"{content['num_tokens']:,} tokens"),
-            Tile("Shards", f"{there:,} of {planned:,}" if there < planned else f"{planned:,}", f"{size / 1e9:,.2f} GB"),
-            Tile(
-                "Layers",
-                " ".join(map(str, shared["layer_ids"])),
-                f"outputs, 0-based; stored as {shared['storage_dtype']}",
-            ),
-        ]
+        versions = {f"version of {name}": value for name, value in shared.get("versions", {}).items()}
+        tiles = [*_set_tiles(parts), _layers_tile(shared)]
+        settings = content["settings"] | {"layer_convention": shared["layer_convention"]} | versions
+    status = files.read_json(newest.status_file) if newest.status_file.is_file() else {}
     with runs.reading(newest.status_file):
         if "tokens_per_s" in status:
-            note = f"{status['gb_per_s']:.3f} GB/s to the disk; {status['state']}"
-            tiles.append(Tile("Extraction rate", f"{status['tokens_per_s']:,.0f}", f"tokens/s; {note}"))
-    versions = {f"version of {name}": value for name, value in shared.get("versions", {}).items()}
-    check = str(status.get("self_check", "")).removeprefix("self-check: ")
-    return _source(outputs) | {
+            note = f"tokens/s; {status['gb_per_s']:.3f} GB/s to the disk" + " (the newest part)" * (len(parts) > 1)
+            tiles.append(Tile("Extraction rate", f"{status['tokens_per_s']:,.0f}", note))
+        check = status.get("self_check", "").removeprefix("self-check: ")
+    return source([*parts[:1], *older]) | {
         "tiles": tiles,
         "self_check": check and f"Self-check: {check}",
-        "settings": content["settings"] | {"layer_convention": shared["layer_convention"]} | versions,
+        "settings": settings,
     }
+
+
+def _parts(outputs: list[Output], data: str) -> tuple[list[Output], list[Output]]:
+    """The outputs that hold states of the same prepared data, and the others."""
+    same = {o: o.file.is_file() and o.content["settings"]["data_sha256"] == data for o in outputs}
+    return [o for o in outputs if same[o]], [o for o in outputs if not same[o]]
+
+
+def _set_tiles(parts: list[Output]) -> Iterator[Tile]:
+    contents = [o.content for o in parts]
+    samples, tokens, planned = (sum(c[key] for c in contents) for key in ("num_samples", "num_tokens", "num_shards"))
+    there = sum(runs.num_shards(o.place) for o in parts)
+    size = sum(path.stat().st_size for o in parts for path in o.place.glob("shard-*.safetensors"))
+    yield Tile("Samples", f"{samples:,}", f"{tokens:,} tokens" + f" in {len(parts)} parts" * (len(parts) > 1))
+    yield Tile("Shards", f"{planned:,}" if there == planned else f"{there:,} of {planned:,}", f"{size / 1e9:,.2f} GB")
+
+
+def _layers_tile(shared: Section) -> Tile:
+    note = f"outputs, 0-based; stored as {shared['storage_dtype']}"
+    return Tile("Layers", " ".join(map(str, shared["layer_ids"])), note)
 
 
 def training(run: Run) -> Section:
@@ -189,7 +200,7 @@ def training(run: Run) -> Section:
     with runs.reading(folder / runs.METRICS):
         trained, held_out = ([r for r in records if r["kind"] == kind] for kind in ("train", "eval"))
         estimated = list(_estimated(runs.best(records)))
-        return _source(outputs) | {
+        return source(outputs) | {
             "headline": estimated,
             "tiles": [*estimated, *_training_tiles(trained)],
             "charts": [c for c in _training_charts(trained, held_out) if c],
@@ -282,9 +293,9 @@ def _sample_row(run: Run, row: prepared.Row) -> Section:
     runs_of = groupby(made, key=lambda piece: bool(mask[piece.last]))
     return {
         "title": f"{row.id}: {len(mask):,} tokens, {sum(mask):,} supervised",
-        "cut": _cut(len(mask), SAMPLE_TOKENS),
+        "cut": cut(len(mask), SAMPLE_TOKENS),
         "runs": [
-            (supervised, [{"text": _shown(p.text), "title": _named(p, supervised)} for p in pieces])
+            (supervised, [{"text": shown(p.text), "title": _named(p, supervised)} for p in pieces])
             for supervised, pieces in runs_of
         ],
     }
@@ -295,205 +306,10 @@ def _named(piece: marked.Piece, supervised: bool) -> str:
     return f"{where}, id {', '.join(map(str, piece.ids))}{', supervised' if supervised else ''}"
 
 
-def _shown(text: str) -> str:
+def shown(text: str) -> str:
     """A line's end can be seen, so that a mark on it can."""
     return text.replace("\n", "↵\n")
 
 
-def _cut(length: int, most: int) -> str:
+def cut(length: int, most: int) -> str:
     return f"and {length - most:,} more tokens" if length > most else ""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One measurement of an evaluation that has a draft, and the answers that came of it."""
-
-    name: str
-    num_drafts: int
-    rows: dict[str, Section]
-    answers: list[Section] = field(default_factory=list)
-
-
-def measured(content: Section) -> list[Measured]:
-    """The measurements with a draft, the best one first."""
-    entries = content["measurements"]
-    order = sorted(range(len(entries)), key=lambda n: n != content["best"])
-    several = len({m["draft"] for m in entries if m["num_speculative_tokens"]}) > 1
-    return [
-        Measured(
-            f"{Path(m['draft'] or m['url'] or '')}: " * several
-            + f"{m['num_speculative_tokens']} drafted tokens, concurrency {m['concurrency']}",
-            m["num_speculative_tokens"],
-            m["benchmarks"],
-            [a for a in content["answers"] if a["measurement"] == n],
-        )
-        for n in order
-        if (m := entries[n])["num_speculative_tokens"]
-    ]
-
-
-def evaluation(run: Run) -> Section:
-    """Acceptance and speed as vLLM has them, beside the training's estimate and what is published."""
-    outputs = [o for o in run.of("evaluate") if o.file.is_file()]
-    if not outputs:
-        return run.missing("evaluate")
-    with runs.reading(outputs[0].file):
-        content = outputs[0].content
-        found = measured(content)
-        if not found:
-            return run.missing("evaluate") | {
-                "what": f"{outputs[0].place} has no measurement with a draft yet, so it is"
-            }
-        best = found[0]
-        return _source(outputs) | {
-            "headline": list(_headline(best)),
-            "max_tokens": content["settings"]["max_tokens"],
-            "tables": [_table(m, "best: " * (m is best and len(found) > 1)) for m in found],
-            "positions": _positions(run, best),
-            "positions_note": "Share of drafts whose tokens up to here were all accepted.",
-            "beside": _beside(best),
-            "published": _published(best),
-            "answers": _answers(run, best),
-            "no_answers": "What each pass accepted is not known for single answers of this measurement.",
-            "settings": {k: v for k, v in content["settings"].items() if not isinstance(v, dict)},
-            "fault": run.fault,
-        }
-
-
-def _headline(best: Measured) -> Iterator[Tile]:
-    row = best.rows["all"]
-    note = f"tokens a pass of the target, {best.num_drafts} drafted"
-    yield Tile("Acceptance length, measured", f"{row['acceptance_length']:.2f}", note)
-    if row["speed_up"] is not None:
-        note = f"{row['tokens_per_s_draft']:,.1f} against {row['tokens_per_s_plain']:,.1f} tokens/s"
-        yield Tile("Speed-up in vLLM", f"{row['speed_up']:.2f}×", note)
-    if row["identical"] is not None:
-        yield Tile("Identical answers", f"{row['identical']:,} of {row['prompts']:,}", "with and without the draft")
-
-
-def _table(found: Measured, prefix: str) -> Section:
-    positions = [f"pos. {k + 1}" for k in range(found.num_drafts)]
-    heads = [
-        "benchmark",
-        "prompts",
-        "acceptance length",
-        *positions,
-        "tok/s plain",
-        "tok/s draft",
-        "speed-up",
-        "identical",
-    ]
-    return {"caption": prefix + found.name, "heads": heads, "rows": [(n, _cells(row)) for n, row in found.rows.items()]}
-
-
-def _cells(row: Section) -> list[str]:
-    interval = row.get("acceptance_length_interval")
-    between = f" ({interval[0]:.2f}–{interval[1]:.2f})" if interval else ""
-    return [
-        f"{row['prompts']:,}",
-        f"{row['acceptance_length']:.2f}{between}",
-        *(f"{share:.1%}" for share in row["acceptance_by_position"]),
-        _or_dash(row["tokens_per_s_plain"], ",.1f"),
-        _or_dash(row["tokens_per_s_draft"], ",.1f"),
-        _or_dash(row["speed_up"], ".2f", "×"),
-        "–" if row["identical"] is None else f"{row['identical']:,} of {row['prompts']:,}",
-    ]
-
-
-def _or_dash(value: float | None, form: str, unit: str = "") -> str:
-    return "–" if value is None else f"{value:{form}}{unit}"
-
-
-def _positions(run: Run, best: Measured) -> charts.Chart | None:
-    """Accepted up to each position: every benchmark, and the training's estimate for the same draft."""
-    lines = {name: row["acceptance_by_position"] for name, row in best.rows.items()}
-    trained = run.of("train")
-    held_out = runs.best(runs.read_metrics(trained[0].place)) if trained else None
-    if held_out:
-        lines["held out"] = held_out["accepted"][: best.num_drafts]
-    series = [
-        Series(
-            name,
-            1 + k % charts.NUM_STYLES,
-            [(n, share, f"{name}, position {n}: {share:.1%}") for n, share in enumerate(shares, 1)],
-            dashed=name == "held out",
-        )
-        for k, (name, shares) in enumerate(lines.items())
-    ]
-    return charts.chart("Acceptance by position", "drafted token", "accepted", series, shares=True)
-
-
-def _published(best: Measured) -> Section:
-    """The same numbers as a table: this run, then the published drafts."""
-    own = _lengths_of(best)
-    heads = list(dict.fromkeys([*own, *(p.benchmark for p in PUBLISHED)]))
-    rows = [{"style": 1, "draft": "this run", "cells": [_or_dash(own.get(h), ".2f") for h in heads]}]
-    for draft in dict.fromkeys(p.draft for p in PUBLISHED):
-        found = {p.benchmark: p.text for p in PUBLISHED if p.draft == draft}
-        rows.append({"style": _published_style(draft), "draft": draft, "cells": [found.get(h, "–") for h in heads]})
-    return {"heads": heads, "rows": rows}
-
-
-def _lengths_of(best: Measured) -> dict[str, float]:
-    """Acceptance length by the benchmark's usual name."""
-    return {NAMES.get(name, name): row["acceptance_length"] for name, row in best.rows.items() if name != "all"}
-
-
-def _published_style(draft: str) -> int:
-    return 2 + list(dict.fromkeys(p.draft for p in PUBLISHED)).index(draft)
-
-
-def _beside(best: Measured) -> charts.Strip:
-    """This run's acceptance lengths and the published ones, by benchmark."""
-    groups: dict[str, list[charts.Value]] = {}
-    for name, length in _lengths_of(best).items():
-        value = charts.Value(length, 1, f"this run, {name}: {length:.2f} with {best.num_drafts} drafted tokens")
-        groups.setdefault(name, []).append(value)
-    for p in PUBLISHED:
-        value = charts.Value(p.length, _published_style(p.draft), f"{p.draft}, {p.benchmark}: {p.text}", p.to)
-        groups.setdefault(p.benchmark, []).append(value)
-    return charts.strip("Beside published drafts", "acceptance length", groups, 1.0)
-
-
-def _answers(run: Run, best: Measured) -> list[Section]:
-    """Of each benchmark the answer that accepted most, the middle one and the one that accepted least."""
-    known = [a for a in best.answers if a["accepted"]]
-    groups = groupby(known, key=lambda a: a["benchmark"])
-    found = {name: sorted(answers, key=_length_of, reverse=True) for name, answers in groups}
-    return [
-        {
-            "name": name,
-            "answers": [_answer(run, best, rank, answers[k]) for rank, k in _ranks(len(answers)).items()],
-        }
-        for name, answers in found.items()
-    ]
-
-
-def _ranks(count: int) -> dict[str, int]:
-    return {"Best": 0} | ({"Median": count // 2} if count > 2 else {}) | ({"Worst": count - 1} if count > 1 else {})
-
-
-def _length_of(answer: Section) -> float:
-    return 1 + sum(answer["accepted"]) / len(answer["accepted"])
-
-
-def _answer(run: Run, best: Measured, rank: str, answer: Section) -> Section:
-    category = f" ({answer['category']})" if answer["category"] not in (None, answer["benchmark"]) else ""
-    tokens, accepted = answer["tokens"], answer["accepted"]
-    return {
-        "rank": rank,
-        "title": f"{answer['id']}{category}: acceptance length {_length_of(answer):.2f}, {len(tokens):,} tokens in "
-        f"{len(accepted) + 1:,} passes",
-        "cut": _cut(len(tokens), ANSWER_TOKENS),
-        "passes": [_pass(p) for p in marked.passes(tokens[:ANSWER_TOKENS], accepted, best.num_drafts, run.text)],
-    }
-
-
-def _pass(found: marked.Pass) -> Section:
-    told = found.rejected is not None
-    return {
-        "accepted": [_shown(piece.text) for piece, accepted in found.pieces if accepted],
-        "own": "".join(_shown(piece.text) for piece, accepted in found.pieces if not accepted),
-        "marks": ("●" * found.accepted, "○" * found.rejected) if told else None,
-        "title": f"{found.accepted} accepted, {found.rejected} rejected" if told else "from the pass over the prompt",
-    }

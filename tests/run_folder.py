@@ -55,7 +55,7 @@ def write_extraction(folder: Path, model: Path) -> None:
         status.work = Counted("extract", "tokens", 500, 500, 250.0, 0.0)
 
 
-def evaluation(folder: Path, model: Path) -> dict:
+def evaluation(folder: Path, model: Path, *more: Measurement) -> dict:
     """Two benchmarks of two prompts each, greedy; the second answer of the first benchmark differs."""
     ids = [40 + k for k in range(1 + sum(SHARES) + len(SHARES))]
     drafted = {
@@ -66,7 +66,7 @@ def evaluation(folder: Path, model: Path) -> dict:
     plain["mt_bench"].answers[1].ids = [50, 51, 99]
     draft = folder / "draft"
     sums = {name: files.sha256_file(draft / name) for name in ("config.json", "model.safetensors")}
-    measurements = [Measurement(Setup(0, 4), plain), Measurement(Setup(3, 4, str(draft), sums), drafted)]
+    measurements = [Measurement(Setup(0, 4), plain), Measurement(Setup(3, 4, str(draft), sums), drafted), *more]
     settings = {
         "max_tokens": 64,
         "target": Target.open(model).fingerprint,
@@ -76,6 +76,7 @@ def evaluation(folder: Path, model: Path) -> dict:
     return figures.result(measurements, settings, str(model), None, finished=True)
 
 
-def drafted_pass(answers: list[tuple]) -> Pass:
+def drafted_pass(answers: list[tuple], num_drafts: int = 3, seconds: float = 2.0) -> Pass:
+    """Answers given as (id, category, tokens, accepted), and vLLM's counters of them."""
     made = [Answer(*answer, first_token_s=0.5, last_token_s=1.5) for answer in answers]
-    return Pass(made, 2.0, figures.counted(made, 3))
+    return Pass(made, seconds, figures.counted(made, num_drafts))

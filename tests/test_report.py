@@ -12,7 +12,8 @@ from unittest import mock
 import pytest
 
 from eagle3 import charts, cli, files, marked, pages, report, runs, sections
-from tests.run_folder import HOSTILE, SHARES
+from eagle3.passes import Measurement, Setup
+from tests.run_folder import HOSTILE, SHARES, drafted_pass, evaluation
 
 VOID = {"meta", "link", "br", "rect", "path", "circle", "img", "input", "hr"}
 
@@ -124,6 +125,45 @@ def test_answers_show_what_each_pass_accepted_and_rejected(read):
     assert titles[0] == "from the pass over the prompt"
     assert titles[1:4] == [f"{n} accepted, {3 - n} rejected" for n in SHARES]
     assert "acceptance length 2.33, 8 tokens in 4 passes" in read.texts["answers"]
+
+
+def test_several_drafts_and_numbers_of_drafted_tokens(copied, tiny_llama):
+    """The best one's table first, the others, its categories and the comparison behind it, speed over the number."""
+    answers = {
+        "mt_bench": [("m0", "writing", [1, 2, 3], [0, 0]), ("m1", "math", [4, 5], [0])],
+        "house": [("h0", None, [1, 2, 3], [0, 0]), ("h1", None, [4, 5], [0])],
+    }
+    more = [
+        Measurement(
+            Setup(number, 4, name, {"weights": name}),
+            {benchmark: drafted_pass(found, number, 9.0) for benchmark, found in answers.items()},
+        )
+        for number, name in ((5, str(copied / "draft")), (3, "other/draft"))
+    ]
+    files.write_json(copied / "evaluation.json", evaluation(copied, tiny_llama, *more))
+    assert make(copied)[0] == 0
+    text = Reader((copied / report.PAGE).read_text()).texts["benchmarks"]
+    assert text.index(f"Best: 3 drafted tokens, concurrency 4, draft {copied / 'draft'}") < text.index("More tables: 4")
+    assert "By category: 3 drafted tokens" in text and "5 drafted tokens, concurrency 4" in text
+    assert "other/draft beside" in text and "Speed by drafted tokens" in text
+
+
+def test_an_evaluation_under_way_says_that_it_is(copied):
+    """What is measured so far is shown, and that the rest is missing."""
+    content = files.read_json(copied / "evaluation.json")
+    files.write_json(copied / "evaluation.json", content | {"finished": False})
+    assert make(copied)[0] == 0
+    assert "Measurements are missing" in Reader((copied / report.PAGE).read_text()).texts["benchmarks"]
+
+
+def test_parts_of_the_states_are_counted_together(copied):
+    """20 samples in 7 shards twice over: 40 samples, 14 shards, in 2 parts."""
+    for part in ("part-00001-of-00002", "part-00002-of-00002"):
+        shutil.copytree(copied / "hidden_states", copied / "parts" / part)
+    shutil.rmtree(copied / "hidden_states")
+    assert make(copied)[0] == 0
+    text = Reader((copied / report.PAGE).read_text()).texts["states"]
+    assert re.search(r"Samples\s*40\s*1,356 tokens in 2 parts", text) and re.search(r"Shards\s*14", text)
 
 
 @pytest.mark.parametrize(
