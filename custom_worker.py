@@ -38,6 +38,7 @@ class HiddenStatesWorker(PlatformWorker):
         self.tracker = capture.RequestTracker()
         self.tally = selfcheck.Tally()
         self.sink: ShardSink | None = None  # rank 0's
+        self.captured: tuple[torch.Tensor, list[capture.Span]] | None = None  # of this step, until its tokens are out
         self.pending_check: capture.PendingCheck | None = None
         self.witness: selfcheck.LayerWitness | None = None
         self.witnessed = False
@@ -51,6 +52,7 @@ class HiddenStatesWorker(PlatformWorker):
             form = self.plan.shard_format(self.vllm_config.model_config.get_hidden_size())
             max_rows = self.vllm_config.scheduler_config.max_num_batched_tokens
             self.sink = ShardSink(Path(self.plan.output_dir), form, self.model_runner.device, max_rows)
+            self.check_stream = torch.cuda.Stream() if self.model_runner.device.type == "cuda" else None
 
     @staticmethod
     def aux_ids(layer_ids: list[int]) -> list[int]:
@@ -64,6 +66,7 @@ class HiddenStatesWorker(PlatformWorker):
             compiled = not self.vllm_config.model_config.enforce_eager
             self.witness = selfcheck.LayerWitness(self.route.decoder, self.plan.layer_ids, compiled=compiled)
         output = super().execute_model(scheduler_output)
+        self._judge()  # the step before, while the device is at work on this one
         state = self.model_runner.execute_model_state
         if state is not None:
             batch = getattr(state, "input_batch", None) or self.model_runner.input_batch
@@ -73,7 +76,7 @@ class HiddenStatesWorker(PlatformWorker):
         return output
 
     def _capture(self, spans: list[capture.Span], state: Any) -> None:
-        """Take this step's rows: check the layers at the start, hand rank 0's rows on, note what the check needs."""
+        """Take this step's rows: check the layers at the start, keep rank 0's rows, note what the check needs."""
         rows = spans[-1].stop
         layers = [aux[:rows] for aux in self.route.layers(state)]
         if len(layers) != len(self.plan.layer_ids):
@@ -85,10 +88,11 @@ class HiddenStatesWorker(PlatformWorker):
             self.witness.remove()
             self.witness, self.witnessed = None, True
         if self.sink is not None and not self.tally.faults:
-            self.sink.take(layers, spans)
+            # on the engine's stream: a later step may overwrite the layers' buffers
+            self.captured = torch.stack(layers, dim=1), spans
         ended = [s for s in spans if s.ends]
         if ended:
-            last_rows = torch.tensor([s.stop - 1 for s in ended], device=layers[-1].device)
+            last_rows = self._on_device([s.stop - 1 for s in ended])
             recomputed = self.route.decoder.norm(layers[-1][last_rows])
             self.pending_check = capture.PendingCheck(
                 [s.request.request_id for s in ended],
@@ -98,16 +102,31 @@ class HiddenStatesWorker(PlatformWorker):
                 self.model_runner.model.compute_logits(recomputed),
             )
 
+    def _on_device(self, numbers: list[int]) -> torch.Tensor:
+        """As an index on the device, without waiting for what the device is at work on."""
+        device = self.model_runner.device
+        return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
         if isinstance(output, AsyncModelRunnerOutput):  # of the V2 model runner, whatever the scheduling
             output = output.get_output()
+        if self.captured is not None:
+            # only now: the copy to the host is long, and the step's tokens would have to wait for it
+            self.sink.take(*self.captured)
+            self.captured = None
+        if self.pending_check is not None:
+            self.pending_check.found(output.req_ids, output.sampled_token_ids)
+        return output
+
+    def _judge(self) -> None:
+        """The self-check of a step whose tokens are known. On a stream of its own: the engine's is busy."""
         check, self.pending_check = self.pending_check, None
         if check is not None and self.rank == 0:
-            sampled = dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
-            tokens = [int(sampled[r][0]) for r in check.request_ids]
-            selfcheck.compare(self.tally, check.names, check.recomputed, check.final_rows, check.logits, tokens)
-        return output
+            with torch.cuda.stream(self.check_stream):  # does nothing on a CPU, where the stream is None
+                selfcheck.compare(
+                    self.tally, check.names, check.recomputed, check.final_rows, check.logits, check.tokens
+                )
 
     # Called by the driver through collective_rpc.
 
@@ -120,6 +139,7 @@ class HiddenStatesWorker(PlatformWorker):
         """What rank 0 has done: see ShardSink.status; the self-check's line and faults besides. None on other ranks."""
         if self.sink is None:
             return None
+        self._judge()
         status = self.sink.status()
         return status | {"check": self.tally.line(), "faults": self.tally.faults + status["faults"]}
 

@@ -153,13 +153,13 @@ def measure(args: argparse.Namespace) -> dict:
     finally:
         engine.stop(llm)
     written = sum(p.stat().st_size for p in args.output.rglob("*") if p.is_file())
-    shutil.rmtree(args.output)
+    clear(args.output)
     return {"mode": args.mode, "seconds": seconds, "written_gb": written / 1e9}
 
 
 def clear(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    shutil.rmtree(folder, ignore_errors=True)  # the connector may still write there
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 def requests(extraction: extract.Extraction, count: int | None = None) -> Iterator[engine.Request]:

@@ -5,7 +5,7 @@ computed tokens, so chunked prefill and preemption (which starts again at 0) are
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,15 +104,21 @@ class RequestTracker:
         return spans
 
 
-@dataclass(frozen=True)
+@dataclass
 class PendingCheck:
-    """Tensors of the samples that ended in this step, kept until their tokens are sampled (see selfcheck.compare)."""
+    """What the self-check needs of the samples that ended in a step (see selfcheck.compare); `tokens` once sampled."""
 
     request_ids: list[str]
     names: list[str]
     recomputed: torch.Tensor
     final_rows: torch.Tensor
     logits: torch.Tensor | None
+    tokens: list[int] = field(default_factory=list)
+
+    def found(self, request_ids: Sequence[str], sampled: Sequence[Sequence[int]]) -> None:
+        """Note each sample's token, of what the whole step sampled."""
+        of = dict(zip(request_ids, sampled, strict=True))
+        self.tokens = [int(of[request_id][0]) for request_id in self.request_ids]
 
 
 @dataclass(frozen=True)

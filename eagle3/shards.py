@@ -45,6 +45,7 @@ METADATA = "metadata.json"
 VERIFY_THREADS = 8  # a disk gives its full rate to several readers only
 REDO = "02_extract_hidden_states.py with the same flags redoes the shard"
 FP8 = "float8_e4m3fn"
+DTYPES = {"offsets": np.int64, "input_ids": np.int32, "loss_mask": np.uint8}
 DTYPE_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", FP8: "F8_E4M3"}
 
 
@@ -70,13 +71,12 @@ class ShardContent:
         return int(self.offsets[-1])
 
     def message(self) -> dict[str, Any]:
-        """As plain lists, for an RPC; `ShardContent.receive` reads it."""
-        return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in vars(self).items()}
+        """With arrays as bytes, for an RPC; `ShardContent.receive` reads it."""
+        return {k: np.asarray(v, DTYPES[k]).tobytes() if k in DTYPES else v for k, v in vars(self).items()}
 
     @classmethod
     def receive(cls, message: dict[str, Any]) -> ShardContent:
-        dtypes = {"offsets": np.int64, "input_ids": np.int32, "loss_mask": np.uint8}
-        return cls(**{k: np.asarray(v, dtypes[k]) if k in dtypes else v for k, v in message.items()})
+        return cls(**{k: np.frombuffer(v, DTYPES[k]) if k in DTYPES else v for k, v in message.items()})
 
 
 @dataclass(frozen=True)

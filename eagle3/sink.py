@@ -31,10 +31,10 @@ class ShardSink:
         except OSError as error:
             self._transfer.errors.append(error)
 
-    def take(self, layers: list[torch.Tensor], spans: list[Span]) -> None:
-        """A step's states, one tensor [rows, hidden] a layer, and whose rows they are. Waits only for a full ring."""
+    def take(self, states: torch.Tensor, spans: list[Span]) -> None:
+        """A step's states [rows, layers, hidden] and whose rows they are. Waits only for a full ring."""
         if not self._transfer.errors:
-            self._transfer.submit(layers, [self._piece(s) for s in spans], self._written)
+            self._transfer.submit(states, [self._piece(s) for s in spans], self._written)
 
     def status(self) -> dict[str, Any]:
         """What happened since the last call (`finished` shards) and so far (`rows` written, `faults`)."""

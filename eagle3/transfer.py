@@ -57,23 +57,22 @@ class Transfer:
             scale = torch.empty(max_rows, form.num_layers, pin_memory=pin) if form.has_scale else None
             self._free.put(Slot(states, scale, torch.empty(max_rows, dtype=torch.bool, pin_memory=pin)))
 
-    def submit(self, layers: list[torch.Tensor], pieces: list[Piece], done: Callable[[ShardWriter], None]) -> None:
-        """Take a step's states, one tensor [rows, hidden] a layer; returns once the copy is under way.
+    def submit(self, states: torch.Tensor, pieces: list[Piece], done: Callable[[ShardWriter], None]) -> None:
+        """Take a step's states [rows, layers, hidden]; returns once the copy is under way.
 
         `done(writer)` is called from a writer thread after each piece is in its shard's file. The first exception of
         a writer thread is printed with its traceback and kept in `errors`; nothing is written after it.
         """
         slot = self._free.get()
-        copied = self._copy(layers, slot)
+        copied = self._copy(states, slot)
         remaining = [len(pieces)]
         for piece in pieces:
             key = (piece.writer.content.index, piece.sample)
             before = self._last_of.get(key)
             self._last_of[key] = self._pool.submit(self._write, slot, piece, copied, before, remaining, done)
 
-    def _copy(self, layers: list[torch.Tensor], slot: Slot) -> "torch.cuda.Event | None":
+    def _copy(self, states: torch.Tensor, slot: Slot) -> "torch.cuda.Event | None":
         """Start the copy of a step into a slot; the event that says when it is there (None: it is there)."""
-        states = torch.stack(layers, dim=1)  # on the engine's stream: a later step may overwrite the layers' buffers
         if self._stream is None:
             self._fill(states, slot)
             return None

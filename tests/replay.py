@@ -71,7 +71,7 @@ class Replay:
             if spans[-1].ends:
                 self.queue.popleft()
                 ended.append(request)
-        self.sink.take(list(torch.cat(rows).unbind(1)), spans)
+        self.sink.take(torch.cat(rows), spans)
         return [
             SimpleNamespace(request_id=r.request_id, finished=True, prompt_token_ids=range(r.length)) for r in ended
         ]
