@@ -13,7 +13,7 @@ from datetime import datetime
 from itertools import groupby
 from pathlib import Path
 
-from eagle3 import __version__, cli, files, outcome, pages, runs, sections, status
+from eagle3 import __version__, charts, cli, files, outcome, pages, runs, sections, status
 from eagle3.marked import Decode
 from eagle3.prepared import Row
 from eagle3.target import Target, check_same_target
@@ -108,6 +108,7 @@ def page(run: sections.Run) -> str:
         headline=evaluation.get("headline", []) + training.get("headline", []),
         stages=status.rows(run.folder),
         symbols=SYMBOLS,
+        most_points=charts.MOST_POINTS,
         numbers={stage: f"{k:02}" for k, stage in enumerate(cli.STAGES)},
         data=sections.data(run),
         states=sections.states(run),
