@@ -5,7 +5,7 @@ Lengths are in units of the drawing, whose origin is its upper left corner.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 WIDTH, HEIGHT = 440, 290
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 14, 46
@@ -170,18 +170,27 @@ def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list
 
 
 def chart(
-    title: str, x_label: str, y_label: str, series: Sequence[Series], *, shares: bool = False, from_zero: bool = True,
-    whole_x: bool = True, y_range: tuple[float, float] | None = None,
-) -> Chart | None:  # fmt: skip
-    """Lay out lines; None without a point. `shares`: y is a share from 0 to 1, shown in percent. `y_range`: what the y
-    axis has to hold at least, so that two figures have one scale."""
+    title: str,
+    x_label: str,
+    y_label: str,
+    series: Sequence[Series],
+    *,
+    shares: bool = False,
+    from_zero: bool = True,
+    y_range: tuple[float, float] | None = None,
+) -> Chart | None:
+    """Lay out lines over whole numbers; None without a point.
+
+    `shares`: y is a share from 0 to 1, shown in percent. `y_range`: what the y axis has to hold at least, so that two
+    figures have one scale.
+    """
     drawn = [s for s in series if s.points]
     if not drawn:
         return None
     xs = [x for s in drawn for x, _, _ in s.points]
     ys = [y for s in drawn for _, y, _ in s.points] + ([0.0] if from_zero else []) + list(y_range or ())
     most = FEW if max(xs) - min(xs) < FEW else 6
-    x_values, y_values = ticks(min(xs), max(xs), most, whole=whole_x), ticks(min(ys), max(ys))
+    x_values, y_values = ticks(min(xs), max(xs), most, whole=True), ticks(min(ys), max(ys))
     x_values = [v for v in x_values if v <= max(xs)] or x_values
     labels = [s.label if len(s.label) <= LONGEST_LABEL else f"{s.label[: LONGEST_LABEL - 1]}…" for s in drawn]
     right = WIDTH - RIGHT - LETTER * max(map(len, labels))
@@ -207,7 +216,7 @@ class Value:
     at: float
     style: int
     text: str
-    to: float | None = field(default=None)
+    to: float | None = None
 
 
 def strip(title: str, x_label: str, groups: dict[str, list[Value]], low: float) -> Strip:
