@@ -24,6 +24,7 @@ lint: .venv/installed
 test: .venv/installed lint
 	$(PY) -m pytest
 
+# One of these looks at the report in Chromium (apt-get install chromium) and is skipped without it.
 test-slow: .venv/installed
 	$(PY) -m pytest -m slow
 

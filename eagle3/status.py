@@ -183,7 +183,7 @@ def _of_status(output: runs.Output, where: str, content: dict[str, Any], result:
             where,
             state,
             _progress(unit, counts) if unit else "",
-            f"{content[f'{unit}_per_s']:,.1f} {unit}/s" if unit else "",
+            _rate(content[f"{unit}_per_s"], unit) if unit else "",
             _clock(content["eta_s"]) if unit and state == "running" else "",
             _ago(updated),
             tuple(n for n in notes if n),
@@ -206,6 +206,10 @@ def _state(content: dict[str, Any], updated: datetime) -> tuple[str, str | None]
 def _progress(unit: str, counts: dict[str, int]) -> str:
     done, total = counts["done"], counts["input"]
     return f"{done:,} of {total:,} {unit} ({done / max(total, 1):.0%})"
+
+
+def _rate(rate: float, unit: str) -> str:
+    return f"{rate:,.1f} {unit}/s" if rate >= 1 else f"{rate:.2g} {unit}/s"
 
 
 def _clock(seconds: float | None) -> str:
