@@ -1,6 +1,7 @@
 """Every way people keep conversations is read into one form, and every row that cannot be is a drop with its reason."""
 
 import gzip
+import hashlib
 import json
 from pathlib import Path
 
@@ -202,6 +203,8 @@ def test_d17_identity():
     assert row({"messages": HI, "conversation_id": "c"}).id == "c"
     one, other = row({"messages": HI}), row({"messages": HI[:1]})
     assert one.id == row({"messages": HI, "meta": 1}).id != other.id
+    said = json.dumps([HI, None], sort_keys=True, ensure_ascii=False)
+    assert one.id == hashlib.sha256(said.encode()).hexdigest()[:32], "the same on every machine"
 
 
 def write_files(folder: Path, rows: list[dict]) -> list[Path]:
