@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
-from eagle3 import charts, marked, runs, sections
+from eagle3 import charts, figures, marked, runs, sections
 from eagle3.published import NAMES, PUBLISHED
 from eagle3.sections import Run, Section, Tile
 
@@ -51,6 +51,9 @@ def evaluation(run: Run) -> Section:
         return run.missing("evaluate")
     with runs.reading(outputs[0].file):
         content = outputs[0].content
+        if content["format"] != figures.FORMAT:
+            expected = f"expected format {figures.FORMAT!r}, found {content['format']!r}"
+            raise ValueError(f"{outputs[0].file}: {expected}; 04_evaluate_draft.py measures it anew")
         found = measured(content)
         if not found:
             return run.missing("evaluate") | {

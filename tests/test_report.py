@@ -200,6 +200,7 @@ def test_a_stage_that_is_missing_is_named_with_its_command(copied, gone, section
         ("metrics.jsonl", lambda t: t.replace('"accepted"', '"x"'), "metrics.jsonl: not as the stage writes it"),
         ("evaluation.json", lambda t: "", "evaluation.json: not valid JSON"),
         ("evaluation.json", lambda t: t.replace('"answers"', '"x"'), "evaluation.json: not as the stage writes it"),
+        ("evaluation.json", lambda t: t.replace("evaluation/2", "evaluation/1"), "found 'eagle3-evaluation/1'"),
         (
             "hidden_states/metadata.json",
             lambda t: t.replace('"shared"', '"x"'),
