@@ -18,57 +18,35 @@ if TYPE_CHECKING:
 
 def parser() -> cli.Parser:
     p = cli.Parser("prepare", __doc__)
-    cli.add_model(p)
-    add = p.add_argument
-    add(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help="JSON lines, JSON array or Parquet (.gz and .zst too), globs, or a dataset folder",
-    )
-    add("--output-dir", type=Path, required=True, metavar="DIR", help="where the prepared data goes")
-    add("--max-seq-len", type=cli.positive_int, default=2048, metavar="N", help="tokens a sample (default: 2048)")
-    add(
-        "--draft-vocab-size",
-        type=cli.positive_int,
-        default=32000,
-        metavar="N",
-        help="tokens the draft can propose; the target's size or more: all (default: 32000)",
-    )
-    add("--turns", choices=("each", "last"), default="each", help="answers to train on (default: each)")
-    add(
-        "--format",
-        choices=("auto", "messages", "sharegpt", "alpaca", "prompt", "tokenized"),
-        default="auto",
-        help="how rows are written (default: found out for each row)",
-    )
-    add(
-        "--role",
-        type=role_alias,
-        nargs="+",
-        default=[],
-        metavar="NAME=ROLE",
-        help="read the unknown role NAME as system, user, assistant or tool",
-    )
-    add(
-        "--chat-template-kwargs",
-        type=cli.json_object,
-        default={},
-        metavar="JSON",
-        help="settings of the chat template, such as '{\"thinking\": false}'; the same in every stage",
-    )
-    add(
-        "--min-kept",
-        type=cli.percent,
-        default=0.0,
-        metavar="PERCENT",
-        help="fail when less of the rows can be used (default: 0, one row is enough)",
-    )
+    cli.add_model(p, chat=True)
+    add_data(p.add_argument_group("conversations and samples"))
+    add = p.add_argument_group("running").add_argument
     add("--show", type=cli.natural, default=0, metavar="N", help="print the first N samples, supervised text marked")
     add("--workers", type=cli.positive_int, metavar="N", help="processes (default: as many as cores, fewer if little)")
-    add("--overwrite", action="store_true", help="replace what the output folder holds")
     return p
+
+
+def add_data(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--input", nargs="+", required=True, metavar="FILE",
+        help="JSON lines, JSON array or Parquet (.gz and .zst too), globs, or a dataset folder",
+    )  # fmt: skip
+    add("--output-dir", type=Path, required=True, metavar="DIR", help="where the prepared data goes")
+    add("--max-seq-len", type=cli.positive_int, default=2048, metavar="TOKENS", help="longest sample; more is cut off")
+    add(
+        "--draft-vocab-size", type=cli.positive_int, default=32000, metavar="TOKENS",
+        help="tokens that the draft can propose; the target's size or more: all",
+    )  # fmt: skip
+    add("--turns", choices=("each", "last"), default="each", help="answers to train on")
+    formats = ("auto", "messages", "sharegpt", "alpaca", "prompt", "tokenized")
+    add("--format", choices=formats, default="auto", help="how rows are written; auto: found out for each row")
+    add(
+        "--role", type=role_alias, nargs="+", default=[], metavar="NAME=ROLE",
+        help="read the unknown role NAME as system, user, assistant or tool (default: drop such rows)",
+    )  # fmt: skip
+    add("--min-kept", type=cli.percent, default=0.0, metavar="PERCENT", help="fail if less of the rows can be used")
+    add("--overwrite", action="store_true", help="replace what the output folder holds")
 
 
 def role_alias(text: str) -> tuple[str, str]:

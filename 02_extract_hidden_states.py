@@ -7,7 +7,6 @@
 
 Everything that can be known is checked before the target loads. A run that was stopped goes on where it was when the
 same command is given again; `kill PID` (SIGTERM) finishes the shards at hand first.
-Exit codes: 0 done, 1 failed while working, 2 refused before working.
 """
 
 import argparse
@@ -23,24 +22,25 @@ if TYPE_CHECKING:
 def parser() -> cli.Parser:
     p = cli.Parser("extract", __doc__)
     cli.add_model(p)
-    p.add_argument("--prepared-data", type=Path, required=True, metavar="FILE.jsonl", help="written by stage 1")
-    p.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="where the shards go")
-    p.add_argument("--batch-size", type=cli.positive_int, default=4, metavar="N", help="full-length samples a step")
-    p.add_argument("--max-seq-len", type=cli.positive_int, default=2048, metavar="TOKENS", help="longest sample")
-    p.add_argument("--tp-size", type=cli.positive_int, default=1, metavar="N", help="GPUs of the engine")
-    p.add_argument("--gpu-memory-utilization", type=cli.fraction, default=0.9, metavar="SHARE", help="of each GPU")
-    p.add_argument(
+    add = p.add_argument_group("samples and states").add_argument
+    add("--prepared-data", type=Path, required=True, metavar="FILE.jsonl", help="written by stage 1")
+    add("--output-dir", type=Path, required=True, metavar="DIR", help="where the shards go")
+    add(
         "--layer-ids", type=int, nargs="+", metavar="K",
         help="outputs of these 0-based decoder layers: three for the draft, then the last (default: EAGLE's choice)",
     )  # fmt: skip
-    p.add_argument("--storage-dtype", choices=["auto", "fp8"], default="auto", help="auto: as the engine computes")
-    p.add_argument(
-        "--part", type=part, metavar="I/N", help="only every N-th sample from the I-th on, in DIR/part-I-of-N"
-    )
-    p.add_argument("--ray-address", metavar="ADDRESS", help="one engine for every --tp-size GPUs of this Ray cluster")
-    p.add_argument("--compile", action="store_true", help="compile the target; its first step is checked against eager")
-    p.add_argument("--overwrite", action="store_true", help="delete what an earlier run wrote to --output-dir")
-    mode = p.add_mutually_exclusive_group()
+    add("--storage-dtype", choices=["auto", "fp8"], default="auto", help="auto: as the engine computes; fp8: half")
+    add("--part", type=part, metavar="I/N", help="every N-th sample from the I-th, in DIR/part-I-of-N (default: all)")
+    add("--overwrite", action="store_true", help="delete what an earlier run wrote to --output-dir")
+    add = cli.add_engine(p).add_argument
+    add("--batch-size", type=cli.positive_int, default=4, metavar="N", help="full-length samples a step")
+    add("--max-seq-len", type=cli.positive_int, default=2048, metavar="TOKENS", help="longest sample; more is refused")
+    add(
+        "--ray-address", metavar="ADDRESS",
+        help="one engine for every --tp-size GPUs of this Ray cluster (default: one engine here)",
+    )  # fmt: skip
+    add("--compile", action="store_true", help="compile the target; its first step is checked against eager")
+    mode = p.add_argument_group("trying it (one of these)").add_mutually_exclusive_group()
     mode.add_argument("--check-only", action="store_true", help="stop after the checks, before the target loads")
     mode.add_argument(
         "--rehearse", action="store_true", help="two steps with dummy weights, in a folder that is removed; then stop"

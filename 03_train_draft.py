@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 def parser() -> cli.Parser:
     p = cli.Parser("train", __doc__)
     cli.add_model(p)
-    p.add_argument(
+    add = p.add_argument_group("states and draft").add_argument
+    add(
         "--hidden-states", type=Path, nargs="+", required=True, metavar="DIR",
         help="what 02 wrote; of one extracted with --part, all parts, or one after another by this same command",
     )  # fmt: skip
-    p.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="checkpoints, metrics and the draft")
+    add("--output-dir", type=Path, required=True, metavar="DIR", help="checkpoints, metrics and the draft")
     add_learning(p.add_argument_group("learning (a run goes on only with the same values)"))
     add_running(p.add_argument_group("running"))
     return p
@@ -34,26 +35,32 @@ def parser() -> cli.Parser:
 
 def add_learning(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--ttt-steps", type=cli.positive_int, default=7, metavar="N", help="steps of the training-time test (7)")
-    add("--epochs", type=cli.positive_int, default=10, metavar="N", help="passes over the samples (10)")
+    add("--ttt-steps", type=cli.positive_int, default=7, metavar="N", help="steps of the training-time test")
+    add("--epochs", type=cli.positive_int, default=10, metavar="N", help="passes over the samples")
     add("--max-steps", type=cli.positive_int, metavar="N", help="end after N optimizer steps (default: all epochs)")
-    add("--lr", type=cli.positive, default=1e-4, metavar="X", help="peak learning rate (1e-4)")
-    add("--warmup-fraction", type=cli.share, default=0.05, metavar="X", help="share of the steps that warm up (0.05)")
-    add("--batch-tokens", type=cli.positive_int, default=8192, metavar="N", help="tokens of a pack (8192)")
-    add("--grad-accumulation", type=cli.positive_int, default=1, metavar="N", help="packs a rank and step (1)")
-    add("--max-grad-norm", type=cli.positive, default=1.0, metavar="X", help="gradients are clipped to this norm (1.0)")
-    add("--weight-decay", type=cli.not_negative, default=0.0, metavar="X", help="of the matrices (0)")
+    add("--lr", type=cli.positive, default=1e-4, metavar="X", help="peak learning rate")
+    add("--warmup-fraction", type=cli.share, default=0.05, metavar="SHARE", help="of the steps, while the rate rises")
+    add(
+        "--batch-tokens",
+        type=cli.positive_int,
+        default=8192,
+        metavar="TOKENS",
+        help="of a pack: what a GPU computes at once",
+    )
+    add("--grad-accumulation", type=cli.positive_int, default=1, metavar="N", help="packs a GPU and step")
+    add("--max-grad-norm", type=cli.positive, default=1.0, metavar="X", help="gradients are clipped to this norm")
+    add("--weight-decay", type=cli.not_negative, default=0.0, metavar="X", help="of the matrices")
     add("--optimizer", choices=("adamw", "muon"), default="adamw", help="muon: for the matrices, AdamW for the rest")
-    add("--loss", choices=("kl", "ce", "lk"), default="kl", help="against the target's distribution (kl)")
-    add("--seed", type=cli.natural, default=0, metavar="N", help="of the first weights and the samples' order (0)")
+    add("--loss", choices=("kl", "ce", "lk"), default="kl", help="against the target's distribution")
+    add("--seed", type=cli.natural, default=0, metavar="N", help="of the first weights and the samples' order")
     add(
         "--eval-fraction",
         type=cli.share,
         default=0.05,
-        metavar="X",
-        help="share of the samples held out, 0 for none (0.05)",
+        metavar="SHARE",
+        help="of the samples, held out; 0 for none",
     )
-    residual = "the residual stream starts as the normed hidden state (default: yes)"
+    residual = "the residual stream starts as the normed hidden state"
     add("--norm-before-residual", action=argparse.BooleanOptionalAction, default=True, help=residual)
     add("--train-head", action="store_true", help="train the draft's head as well (default: the target's, frozen)")
     add("--deterministic", action="store_true", help="bitwise the same on a GPU each time; slower")
@@ -62,12 +69,17 @@ def add_learning(group: argparse._ArgumentGroup) -> None:
 
 def add_running(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--num-speculative-tokens", type=cli.positive_int, default=3, metavar="N", help="drafts when served (3)")
-    add("--log-interval", type=cli.positive_int, default=10, metavar="N", help="steps between two lines (10)")
-    add("--checkpoint-interval", type=cli.positive_int, metavar="N", help="steps between checkpoints (an epoch)")
-    add("--keep", type=cli.positive_int, default=2, metavar="N", help="last checkpoints kept, beside the best (2)")
+    add("--num-speculative-tokens", type=cli.positive_int, default=3, metavar="N", help="drafts when served")
+    add("--log-interval", type=cli.positive_int, default=10, metavar="N", help="steps between two lines")
+    add(
+        "--checkpoint-interval",
+        type=cli.positive_int,
+        metavar="N",
+        help="steps between two of them (default: an epoch)",
+    )
+    add("--keep", type=cli.positive_int, default=2, metavar="N", help="last checkpoints kept, beside the best")
     trackers = ("tensorboard", "wandb", "mlflow")
-    add("--track", nargs="*", choices=trackers, default=["tensorboard"], help="where metrics go (tensorboard)")
+    add("--track", nargs="*", choices=trackers, default=["tensorboard"], help="where metrics go, beside metrics.jsonl")
 
 
 def check(args: argparse.Namespace) -> "Run":

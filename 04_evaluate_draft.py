@@ -20,34 +20,31 @@ if TYPE_CHECKING:
 
 def parser() -> cli.Parser:
     p = cli.Parser("evaluate", __doc__)
-    cli.add_model(p, required=False)
-    p.add_argument("--draft", type=Path, nargs="+", default=[], metavar="DIR", help="the draft folders of stage 3")
-    p.add_argument(
-        "--prompts",
-        type=Path,
-        nargs="+",
-        required=True,
-        metavar="NAME|FILE",
+    cli.add_model(p, required=False, chat=True)
+    add = p.add_argument_group("drafts and figures").add_argument
+    add("--draft", type=Path, nargs="+", default=[], metavar="DIR", help="the draft folders of stage 3")
+    add("--output", type=Path, metavar="FILE.json", help="where the figures go as JSON (default: the table only)")
+    add(
+        "--min-acceptance",
+        type=cli.positive,
+        metavar="X",
+        help="exit code 1 if the best accepts less (default: any)",
+    )
+    add = p.add_argument_group("what is measured").add_argument
+    add(
+        "--prompts", type=Path, nargs="+", required=True, metavar="NAME|FILE",
         help="mt_bench, humaneval, gsm8k, or files",
-    )
-    p.add_argument(
-        "--num-speculative-tokens", type=cli.positive_int, nargs="+", default=[], metavar="N",
-        help="drafted tokens, each measured in an engine of its own (the draft's own: 3)",
     )  # fmt: skip
-    p.add_argument("--max-tokens", type=cli.positive_int, default=256, metavar="N", help="longest answer (256)")
-    p.add_argument(
-        "--concurrency", type=cli.positive_int, nargs="+", default=[1], metavar="N", help="answers at a time, each (1)"
-    )
-    p.add_argument("--limit", type=cli.positive_int, metavar="N", help="only the first N prompts of each file")
-    p.add_argument("--output", type=Path, metavar="FILE.json", help="where the figures go as JSON")
-    p.add_argument("--min-acceptance", type=cli.positive, metavar="X", help="exit code 1 if the best one accepts less")
-    p.add_argument("--base-url", metavar="URL", help="measure a running vLLM server with a draft, http://HOST:8000/v1")
-    p.add_argument("--plain-url", metavar="URL", help="the same target served without a draft, for the speed-up")
-    p.add_argument("--tp-size", type=cli.positive_int, default=1, metavar="N", help="GPUs of the engine (1)")
-    p.add_argument("--gpu-memory-utilization", type=cli.fraction, default=0.9, metavar="SHARE", help="of each GPU")
-    p.add_argument(
-        "--chat-template-kwargs", type=cli.json_object, default={}, metavar="JSON", help="for the chat template"
-    )
+    add("--limit", type=cli.positive_int, metavar="N", help="only the first N prompts of each file (default: all)")
+    add("--max-tokens", type=cli.positive_int, default=256, metavar="TOKENS", help="longest answer")
+    add(
+        "--num-speculative-tokens", type=cli.positive_int, nargs="+", default=[], metavar="N",
+        help="drafted tokens, each measured in an engine of its own (default: the draft's own, 3)",
+    )  # fmt: skip
+    add("--concurrency", type=cli.positive_int, nargs="+", default=[1], metavar="N", help="answers at a time, each")
+    add = cli.add_engine(p).add_argument
+    add("--base-url", metavar="URL", help="a running server with a draft, http://HOST:8000/v1 (default: an engine)")
+    add("--plain-url", metavar="URL", help="the same target without a draft, for the speed-up (default: none)")
     return p
 
 

@@ -131,8 +131,8 @@ def evaluation_of(draft: Path) -> dict[str, Any] | None:
 def parser() -> cli.Tool:
     p = cli.Tool("python -m eagle3.card", __doc__)
     p.add_argument("draft", type=Path, metavar="DIR", help="the draft folder that stage 3 wrote")
-    p.add_argument("--license", metavar="NAME", help="as Hugging Face names it (the target's own card, else: other)")
-    p.add_argument("--base-model", metavar="ORG/NAME", help="the target on the hub (the name of its folder)")
+    p.add_argument("--license", metavar="NAME", help="as Hugging Face names it (default: the target's, or other)")
+    p.add_argument("--base-model", metavar="ORG/NAME", help="the target on the hub (default: its folder)")
     return p
 
 

@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import sys
 import traceback
 from collections.abc import Callable
@@ -28,16 +29,27 @@ NUMBERS = re.compile(r"-?[\d.]+([ ,]+-?[\d.]+)+")  # what YAML reads as one stri
 Plan = TypeVar("Plan")
 
 
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Help that says the default of each flag that has one, as wide as the terminal up to 120 columns."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32, width=min(shutil.get_terminal_size((100, 24)).columns, 120))
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        if action.required or default is False or default in (None, argparse.SUPPRESS, [], {}) or "default: " in text:
+            return text
+        said = " ".join(map(str, default)) if isinstance(default, list) else "yes" if default is True else default
+        return f"{text} (default: {said})"
+
+
 class Tool(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
 
     again = ""  # what somebody who interrupts it should know
 
     def __init__(self, prog: str | None, doc: str | None) -> None:
-        super().__init__(
-            prog, description=doc, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )  # fmt: skip
+        super().__init__(prog, description=doc, epilog=EXIT_CODES, formatter_class=Help, allow_abbrev=False)
         self.add_argument("--version", action="version", version=f"eagle3-train {__version__}")
 
     def error(self, message: str) -> NoReturn:
@@ -193,14 +205,26 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def add_model(parser: Tool, *, required: bool = True) -> None:
-    """The two flags that name a target."""
-    parser.add_argument("--model-path", type=Path, required=required, metavar="DIR", help="the target's folder")
-    parser.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="run the Python code in the target's folder (default: no)",
+def add_model(parser: Tool, *, required: bool = True, chat: bool = False) -> None:
+    """The flags that name a target; `chat`: also how its chat template is used."""
+    add = parser.add_argument_group("target").add_argument
+    add("--model-path", type=Path, required=required, metavar="DIR", help="the target's folder")
+    add("--trust-remote-code", action="store_true", help="run the Python code in the target's folder (default: no)")
+    if chat:
+        add(
+            "--chat-template-kwargs", type=json_object, default={}, metavar="JSON",
+            help="for the chat template, such as '{\"thinking\": false}'; the same in every stage (default: none)",
+        )  # fmt: skip
+
+
+def add_engine(parser: Tool) -> argparse._ArgumentGroup:
+    """How much of the machine an engine takes; the group is for a stage's own flags as well."""
+    group = parser.add_argument_group("engine")
+    group.add_argument("--tp-size", type=positive_int, default=1, metavar="N", help="GPUs of an engine")
+    group.add_argument(
+        "--gpu-memory-utilization", type=fraction, default=0.9, metavar="SHARE", help="of each GPU's memory"
     )
+    return group
 
 
 def run(parser: Tool, check: Callable[[argparse.Namespace], Plan], work: Callable[[Plan], None]) -> NoReturn:

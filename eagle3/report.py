@@ -123,7 +123,7 @@ def page(run: sections.Run) -> str:
 def parser() -> cli.Tool:
     p = cli.Tool("python -m eagle3.report", __doc__)
     p.add_argument("run", type=Path, metavar="RUN_DIR", help="the folder that the stages wrote to, such as out/demo")
-    p.add_argument("--output", type=Path, metavar="FILE.html", help=f"where the page goes (RUN_DIR/{PAGE})")
+    p.add_argument("--output", type=Path, metavar="FILE.html", help=f"where the page goes (default: RUN_DIR/{PAGE})")
     cli.add_model(p, required=False)
     return p
 

@@ -1,6 +1,8 @@
 """The manners of the command lines: quick help, named groups, one clear last line, exit codes, colours; and flags that
 no run could mean are refused before anything is read, whether they come by flag or by YAML."""
 
+import argparse
+import importlib
 import io
 import json
 import pty
@@ -251,3 +253,53 @@ def test_a_section_wins_over_a_flat_key_in_either_spelling(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("max-seq-len: 1\nprepare:\n  max_seq_len: 2\n")
     assert parser_of("prepare").parse([*NEEDED["prepare"], "--config", str(path)]).max_seq_len == 2
+
+
+PARSERS = {name: importlib.import_module(name.removesuffix(".py")).parser() for name in COMMANDS[:-1]}
+GENERAL = {"-h", "--version", "--config"}
+
+
+def flags_of(parser) -> dict[str, argparse.Action]:
+    return {action.option_strings[0]: action for action in parser._actions if action.option_strings}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_flags_of_a_stage_are_in_named_groups(script):
+    """Under argparse's own "options" there is nothing but help, version and config."""
+    groups = {group.title: group._group_actions for group in PARSERS[script]._action_groups}
+    assert {action.option_strings[0] for action in groups.pop("options")} == GENERAL
+    assert groups.pop("positional arguments") == []
+    assert sum(map(len, groups.values())) == len(flags_of(PARSERS[script])) - len(GENERAL)
+
+
+@pytest.mark.parametrize("command", PARSERS)
+def test_help_says_what_a_flag_takes_and_its_default(command):
+    """A flag with a value names what that is, tokens as TOKENS, and what happens without it, unless it is needed."""
+    for name, action in flags_of(PARSERS[command]).items():
+        if name in GENERAL or action.nargs == 0:
+            continue
+        assert action.choices or action.metavar or action.nargs == 0, name
+        shown = cli.Help("x")._get_help_string(action)
+        assert action.required or "(default: " in shown or name in NEEDED_TOGETHER, (name, shown)
+        if "tokens" in shown.split() and name.endswith(("tokens", "len", "size")) and "speculative" not in name:
+            assert action.metavar == "TOKENS", name
+
+
+NEEDED_TOGETHER = {"--draft", "--model-path"}  # of 04: --draft or --base-url; the target that the draft names
+
+
+def test_a_flag_is_the_same_in_every_script_that_has_it():
+    """One name, one kind of value: --tp-size, --max-tokens, --base-url and the others that several scripts share."""
+    shared: dict[str, list[tuple[str, argparse.Action]]] = {}
+    for command in SCRIPTS:
+        for name, action in flags_of(PARSERS[command]).items():
+            shared.setdefault(name, []).append((command, action))
+    several = {name: found for name, found in shared.items() if len(found) > 1}
+    assert {"--tp-size", "--max-tokens", "--max-seq-len", "--limit", "--base-url"} <= several.keys()
+    for name, found in several.items():
+        kinds = {(a.type, a.metavar if name != "--output" else "") for _, a in found}
+        if name not in DIFFERENT:
+            assert len(kinds) == 1, (name, kinds)
+
+
+DIFFERENT = {"--input"}  # 01 also takes globs, which are not paths yet
