@@ -102,6 +102,18 @@ def test_the_architecture_names_every_module_and_no_other():
         assert (ROOT / f"eagle3/{name}.py").is_file(), name
 
 
+def test_what_the_architecture_says_to_change_is_there():
+    """Every name in code marks under "Where to change what" is defined in eagle3/, or is a flag or a file."""
+    section = ARCHITECTURE.read_text().partition("## Where to change what")[2]
+    source = "\n".join(p.read_text() for p in (ROOT / "eagle3").glob("*.py"))
+    names = re.findall(r"`([A-Za-z_.]+)`", section)
+    assert len(names) > 8
+    for name in names:
+        *_, last = name.removesuffix(".py").split(".")
+        defined = re.search(rf"^ *(?:def |class |){last}(?:\(| =|:|\b.* = )", source, re.M)
+        assert defined or (ROOT / name).is_file(), name
+
+
 def number(text: str) -> float:
     return float(text.replace(",", ""))
 
