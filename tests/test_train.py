@@ -22,6 +22,7 @@ from eagle3.ranks import Ranks
 from eagle3.shards import shard_name
 from eagle3.target import Target
 from eagle3.train import Trainer, evaluate, run_training
+from eagle3.vocab import DraftVocab
 
 
 @pytest.fixture(scope="module")
@@ -257,6 +258,14 @@ def test_a_run_goes_on_with_no_other_data(tiny_llama, uninterrupted, tmp_path):
     samples = random_samples([20] * 10, num_layers=4, hidden_size=64, vocab_size=512)
     other = write_hidden_states(tmp_path, Target.open(tiny_llama), samples, LAYER_IDS, draft_vocab())
     with pytest.raises(ValueError, match=r"holds a run with another part\.samples: expected"):
+        planned(tiny_llama, other, uninterrupted.folder, grad_accumulation=2)
+
+
+def test_a_run_goes_on_with_no_other_vocabulary(tiny_llama, states, uninterrupted, tmp_path):
+    """A map made again from other counts would name other tokens than the rows of the checkpoint's head (T4)."""
+    other = shutil.copytree(states, tmp_path / "states")
+    DraftVocab(512, np.arange(400)).save(other)
+    with pytest.raises(ValueError, match=r"holds a run with another .*draft_vocab: expected"):
         planned(tiny_llama, other, uninterrupted.folder, grad_accumulation=2)
 
 
