@@ -4,6 +4,7 @@ The plan fixes which samples each shard holds before anything runs, so the set o
 there is: a run that was killed goes on with the shards that are missing.
 """
 
+import itertools
 import os
 import shutil
 import signal
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 SHARD_BYTES = 1 << 30
 STEPS_AHEAD = 3  # engine steps' worth of tokens kept queued, so that the scheduler never runs dry
 MAX_NUM_SEQS = 256  # short samples share a step up to this many
+SHARDS_AT_HAND = 4  # filled side by side: the kernel lets one thread at a time write to a file
 STATUS_EVERY_S = 1.0
 WORKER = "custom_worker.HiddenStatesWorker"
 DISK_MARGIN = 1.02  # file system overhead
@@ -410,21 +412,27 @@ class Run:
         self.watch.stopping()
 
     def _requests(self, missing: list[int]) -> Iterator[engine.Request]:
-        """The samples of the missing shards; each shard is opened in the worker before its first sample."""
-        from vllm import SamplingParams
-
-        for index in missing:
+        """The samples of the missing shards, of SHARDS_AT_HAND shards in turn."""
+        for start in range(0, len(missing), SHARDS_AT_HAND):
             if self.stopping:
                 return
-            content = self.extraction.content(index)
-            engine.call_workers(self.llm, "open_shard", content.message())
-            for sample, sample_id in enumerate(content.sample_ids):
-                ids = content.input_ids[content.offsets[sample] : content.offsets[sample + 1]].tolist()
-                identity = {capture.SAMPLE_KEY: [index, sample, sample_id]}
-                params = SamplingParams(temperature=0, max_tokens=1, detokenize=False, extra_args=identity)
-                request_id = f"{index}-{sample}"
-                self.in_flight[request_id] = sample_id
-                yield engine.Request(request_id, ids, params)
+            shards_at_hand = [self._requests_of(index) for index in missing[start : start + SHARDS_AT_HAND]]
+            for turn in itertools.zip_longest(*shards_at_hand):
+                yield from filter(None, turn)
+
+    def _requests_of(self, index: int) -> Iterator[engine.Request]:
+        """The samples of a shard, which is opened in the worker before the first."""
+        from vllm import SamplingParams
+
+        content = self.extraction.content(index)
+        engine.call_workers(self.llm, "open_shard", content.message())
+        for sample, sample_id in enumerate(content.sample_ids):
+            ids = content.input_ids[content.offsets[sample] : content.offsets[sample + 1]].tolist()
+            identity = {capture.SAMPLE_KEY: [index, sample, sample_id]}
+            params = SamplingParams(temperature=0, max_tokens=1, detokenize=False, extra_args=identity)
+            request_id = f"{index}-{sample}"
+            self.in_flight[request_id] = sample_id
+            yield engine.Request(request_id, ids, params)
 
     def _ask_worker(self) -> None:
         status = next(s for s in engine.call_workers(self.llm, "capture_status") if s is not None)
