@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 ALIVE_EVERY_S = 1.0  # how often a waiting caller looks whether the engine is alive
-STOP_S = 60.0  # at most, for an engine to close what it holds; a large target or a busy machine takes long
+STOP_S = 20.0  # at most, for an engine to close what it holds; a tiny one takes 6 s on two processors
 CPU_KV_CACHE_GIB = 2  # --gpu-memory-utilization means a share of the GPU; CPU memory is shared with other programs
 STUB_TOKENIZER = Path(__file__).parent / "stub_tokenizer"
 DRIVER = "EAGLE3_DRIVER_PID"  # in the environment, which the engine's processes inherit: see eagle3/orphans.py
