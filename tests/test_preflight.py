@@ -23,7 +23,7 @@ H200_TOTAL = 150_754_820_096  # 140.4 GiB
 class StandIn:
     """Stands for the module pynvml: two H200s, a process on the second.
 
-    Made-up values in the form that NVML documents; none was read off a card.
+    The values of an idle H200 (its rows were printed on such a machine); the processes are made up.
     """
 
     class NVMLError(Exception):
@@ -49,7 +49,7 @@ class StandIn:
             "nvmlDeviceGetCudaComputeCapability": lambda i: self.capability,
             "nvmlDeviceGetComputeRunningProcesses": lambda i: self.processes if i == 1 else [],
             "nvmlSystemGetCudaDriverVersion_v2": lambda: 13000,
-            "nvmlSystemGetDriverVersion": lambda: "580.95.05",
+            "nvmlSystemGetDriverVersion": lambda: "580.159.04",
         }
         return recorded[name]
 
@@ -63,7 +63,7 @@ def test_a_free_machine_is_described():
     assert gpus.check_memory(machine, 2, 0.9, 100 * GIB) == (
         "2 x NVIDIA H200, at least 139.8 of 140.4 GiB free; weights 50.0 GiB a rank"
     )
-    assert gpus.check_driver(machine, "13.0") == "driver 580.95.05 runs CUDA 13.0, torch is built for 13.0"
+    assert gpus.check_driver(machine, "13.0") == "driver 580.159.04 runs CUDA 13.0, torch is built for 13.0"
 
 
 def test_visible_devices_are_followed():
