@@ -6,7 +6,6 @@ its host and written to shards, by threads of its own process, so no tensor cros
 hold, and through a request's `extra_args` which sample it is.
 """
 
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,6 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from eagle3 import capture, selfcheck
 from eagle3.layers import vllm_aux_ids
-from eagle3.orphans import die_with
 from eagle3.sink import ShardSink
 
 if current_platform.is_cpu():
@@ -42,7 +40,6 @@ class HiddenStatesWorker(PlatformWorker):
         self.pending_check: capture.PendingCheck | None = None
         self.witness: selfcheck.LayerWitness | None = None
         self.witnessed = False
-        threading.Thread(target=die_with, args=(self.plan.driver_pid,), daemon=True).start()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)

@@ -27,7 +27,6 @@ class CapturePlan:
 
     output_dir: str
     shared: dict[str, Any]
-    driver_pid: int
 
     @property
     def layer_ids(self) -> list[int]:

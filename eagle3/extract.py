@@ -5,7 +5,6 @@ there is: a run that was killed goes on with the shards that are missing.
 """
 
 import itertools
-import os
 import shutil
 import signal
 import time
@@ -334,7 +333,6 @@ def start_engine(extraction: Extraction, **changes: Any) -> "LLM":
     capture_plan = {
         "output_dir": str(extraction.folder.resolve()),
         "shared": extraction.metadata["shared"],
-        "driver_pid": os.getpid(),
     }
     arguments = {
         "dtype": extraction.metadata["shared"]["engine_dtype"],

@@ -33,7 +33,7 @@ class Replay:
     """
 
     def __init__(self, extraction: extract.Extraction, states, step_s: float = 0.0) -> None:
-        plan = capture.CapturePlan(str(extraction.folder), extraction.metadata["shared"], os.getpid())
+        plan = capture.CapturePlan(str(extraction.folder), extraction.metadata["shared"])
         form = plan.shard_format(extraction.target.hidden_size)
         self.sink = ShardSink(extraction.folder, form, torch.device("cpu"), STEP_TOKENS)
         self.states, self.step_s = states, step_s
