@@ -49,6 +49,7 @@ def locate(asked: Sequence[Path]) -> dict[str, Path]:
 
 def _benchmark_of(path: Path) -> tuple[str, Path]:
     if path.exists():
+        conversations.expand([path], "--prompts")  # refuses a folder without files
         return _stem(path), path
     if str(path) not in NAMES:
         raise ValueError(f"--prompts {path}: no such file (give a path, or one of {', '.join(NAMES)})")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from eagle3 import __version__, cli, files, pages, runs
+from eagle3 import __version__, cli, figures, files, pages, runs
 
 NAME = "README.md"
 ORIGIN = "<!-- Written by eagle3-train and written anew by its stages; without this line the card is yours. -->"
@@ -120,6 +120,7 @@ def evaluation_of(draft: Path) -> dict[str, Any] | None:
     for output in reversed(found):
         with runs.reading(output.file):
             content = output.content
+            figures.check_format(content)
             names = (m["draft_sha256"] or {} for m in _measured(draft, content))
             if any(
                 all(files.sha256_file(draft / name) == value for name, value in sums.items()) and sums for sums in names

@@ -6,6 +6,7 @@ part and returns a plan, `work(plan)` does the stage. Nothing here imports torch
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -27,6 +28,7 @@ EXIT_CODES = (
 NUMBERS = re.compile(r"-?[\d.]+([ ,]+-?[\d.]+)+")  # what YAML reads as one string: 2 30 58 60
 
 Plan = TypeVar("Plan")
+Number = TypeVar("Number", int, float)
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
@@ -145,52 +147,46 @@ def _as_arguments(name: str, value: Any, action: argparse.Action) -> list[str]:
 
 def positive_int(text: str) -> int:
     """An argparse type: a whole number of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text}")
-    return value
+    return _within(int, text, 1, math.inf, "a whole number of at least 1")
 
 
 def fraction(text: str) -> float:
     """An argparse type: a number above 0 and at most 1."""
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"expected a number above 0 and at most 1, found {text}")
-    return value
+    return _within(float, text, sys.float_info.min, 1, "a number above 0 and at most 1")
 
 
 def share(text: str) -> float:
     """An argparse type: a number from 0 to 1."""
-    return _within(text, 0, 1, "a number from 0 to 1")
+    return _within(float, text, 0, 1, "a number from 0 to 1")
 
 
 def positive(text: str) -> float:
     """An argparse type: a finite number above 0."""
-    return _within(text, sys.float_info.min, sys.float_info.max, "a number above 0")
+    return _within(float, text, sys.float_info.min, sys.float_info.max, "a number above 0")
 
 
 def not_negative(text: str) -> float:
     """An argparse type: a finite number of at least 0."""
-    return _within(text, 0, sys.float_info.max, "a number of at least 0")
+    return _within(float, text, 0, sys.float_info.max, "a number of at least 0")
 
 
 def percent(text: str) -> float:
     """An argparse type: a number from 0 to 100."""
-    return _within(text, 0, 100, "a number from 0 to 100")
-
-
-def _within(text: str, least: float, most: float, expected: str) -> float:
-    value = float(text)
-    if not least <= value <= most:  # NaN is in no range
-        raise argparse.ArgumentTypeError(f"expected {expected}, found {text}")
-    return value
+    return _within(float, text, 0, 100, "a number from 0 to 100")
 
 
 def natural(text: str) -> int:
     """An argparse type: a whole number of at least 0."""
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, found {text}")
+    return _within(int, text, 0, math.inf, "a whole number of at least 0")
+
+
+def _within(kind: Callable[[str], Number], text: str, least: float, most: float, expected: str) -> Number:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not least <= value <= most:  # NaN is in no range
+        raise argparse.ArgumentTypeError(f"expected {expected}, found {text}")
     return value
 
 

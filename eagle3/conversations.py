@@ -145,7 +145,7 @@ class Raw:
         return f"{self.file}:{self.line}"
 
 
-def expand(patterns: Iterable[Path | str]) -> list[Path]:
+def expand(patterns: Iterable[Path | str], flag: str = "--input") -> list[Path]:
     """The input files that paths, globs and folders name, in order. ValueError for one that names nothing."""
     found: list[Path] = []
     for pattern in map(str, patterns):
@@ -155,7 +155,7 @@ def expand(patterns: Iterable[Path | str]) -> list[Path]:
         else:
             inside = [path] if path.is_file() else [Path(p) for p in sorted(glob.glob(pattern, recursive=True))]
         if not inside:
-            raise ValueError(f"--input {pattern}: no such file, or a folder without {', '.join(SUFFIXES)} files")
+            raise ValueError(f"{flag} {pattern}: no such file, or a folder without {', '.join(SUFFIXES)} files")
         found += [p for p in inside if p not in found]
     return found
 

@@ -3,7 +3,8 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,12 @@ from eagle3.exported import TARGET_FINGERPRINT, check_target
 from eagle3.target import Target
 
 FILES = ("config.json", "model.safetensors")
-SECTIONS = ("speculators_config", "transformer_layer_config")
+NEEDED = (
+    ("speculators_config", "verifier", "name_or_path"),
+    ("speculators_config", "proposal_methods", 0, "speculative_tokens"),
+    ("transformer_layer_config", "hidden_size"),
+    ("transformer_layer_config", "vocab_size"),
+)  # entries of config.json
 
 
 @dataclass(frozen=True)
@@ -66,12 +72,16 @@ def open_draft(folder: Path) -> DraftFolder:
         if not (folder / name).is_file():
             raise ValueError(f"--draft {folder}: has no {name}; give the `draft` folder that 03_train_draft.py wrote")
     config = files.read_json(folder / "config.json")
-    found = config.get("speculators_model_type") if isinstance(config, dict) else None
-    if found != "eagle3":
+    if (found := config.get("speculators_model_type")) != "eagle3":
         raise ValueError(f"--draft {folder}: expected speculators_model_type 'eagle3', found {found!r}")
-    if missing := [key for key in SECTIONS if key not in config]:
-        raise ValueError(f"--draft {folder}: its config.json has no {missing[0]!r}; export it again with stage 3")
-    return DraftFolder(folder, config)
+    for keys in NEEDED:
+        try:
+            reduce(getitem, keys, config)
+        except (LookupError, TypeError):
+            name = ".".join(map(str, keys))
+            raise ValueError(f"--draft {folder}: its config.json has no {name}; export it again with stage 3") from None
+    with files.open_tensors(folder / "model.safetensors"):
+        return DraftFolder(folder, config)
 
 
 def check_different(drafts: Sequence[DraftFolder]) -> None:

@@ -69,6 +69,7 @@ def plan_evaluation(options: Options) -> Evaluation:
         raise ValueError(f"--num-speculative-tokens {bad[0]}: expected at most {MOST_DRAFTS}")
     if options.output:
         files.check_file("--output", options.output, options.prompts)
+        check_replaceable(options.output)
     files_of = benchmarks.locate(options.prompts)
     if options.base_url:
         return _plan_served(options, files_of)
@@ -79,13 +80,26 @@ def plan_evaluation(options: Options) -> Evaluation:
     return _plan_engines(options, files_of)
 
 
+def check_replaceable(output: Path) -> None:
+    """ValueError if there is a file of that name and it is no evaluation."""
+    if not output.is_file():
+        return
+    try:
+        found = str(files.read_json(output).get("format"))
+    except ValueError as error:
+        raise ValueError(f"--output {error}; remove the file to measure anew, or name another one") from None
+    if not found.startswith(figures.FORMAT.split("/")[0]):
+        raise ValueError(f"--output {output}: holds something else than an evaluation; name another file")
+
+
 def _plan_engines(options: Options, files_of: dict[str, Path]) -> Evaluation:
     """Engines of our own."""
     found = [drafts.open_draft(folder) for folder in options.draft]
     target = Target.open(options.model_path or found[0].target_path)
     drafts.check_different(found)
     for draft in found:
-        drafts.check_fit(draft, target)
+        with runs.reading(draft.folder / "config.json"):
+            drafts.check_fit(draft, target)
         drafts.warn(draft, target, options.chat_template_kwargs, options.num_speculative_tokens)
     concurrencies = sorted(set(options.concurrency))
     plain = [Setup(0, c) for c in concurrencies]
@@ -224,12 +238,13 @@ def measured_before(evaluation: Evaluation) -> list[Measurement]:
         print(f"measuring anew, {output} is written over: nobody knows whether a server is still the same")
         return []
     content = files.read_json(output)
-    found = {k: content.get(k) for k in ("format", "settings")} if isinstance(content, dict) else None
+    found = {k: content.get(k) for k in ("format", "settings")}
     wanted = json.loads(json.dumps({"format": figures.FORMAT, "settings": evaluation.settings}))
     if difference := files.first_difference(wanted, found):
         print(f"measuring anew, {output} is of another evaluation: {difference}")
         return []
-    return passes.from_json(content)
+    with runs.reading(output):
+        return passes.from_json(content)
 
 
 def check_acceptance(result: Json, least: float | None) -> None:

@@ -40,6 +40,12 @@ CONTEXT_TOKENS = 8  # before a difference
 Decode = Callable[[list[int]], str]
 
 
+def check_format(content: Json) -> None:
+    """ValueError if an evaluation's JSON is of another version of this format."""
+    if (found := content["format"]) != FORMAT:
+        raise ValueError(f"expected format {FORMAT!r}, found {found!r}; 04_evaluate_draft.py measures it anew")
+
+
 def result(
     measurements: Sequence[Measurement], settings: Json, target: str, decode: Decode | None, *, finished: bool
 ) -> Json:

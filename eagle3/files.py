@@ -8,7 +8,10 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from safetensors import safe_open
 
 TEMPORARY_SUFFIX = ".tmp"
 LOCK = ".lock"
@@ -107,12 +110,25 @@ def write_json(path: Path, content: Any) -> None:
         temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
-def read_json(path: Path) -> Any:
-    """Read JSON; a ValueError names the file when it is not JSON."""
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; a ValueError names the file when it holds something else."""
     try:
-        return json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
+
+
+def open_tensors(path: Path) -> "safe_open":
+    """Open a safetensors file for torch, a context manager; a ValueError names the file when it is not whole."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, "pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a whole safetensors file: {error}; copy or download it again") from None
 
 
 def sha256(data: bytes) -> str:

@@ -39,6 +39,8 @@ class InitialDraft:
                 f"--init-from {folder}: was trained on the auxiliary ids {found}, these hidden states are those of "
                 f"{wanted} (--layer-ids {' '.join(map(str, layer_ids))})"
             )
+        with files.open_tensors(folder / "model.safetensors"):
+            pass  # whole; what is in it is looked at when it is loaded
         # vLLM's defaults where the key is absent: true in the layout of speculators, false in the other
         default = "speculators_model_type" in config
         return cls(folder, bool(config.get("norm_before_residual", default)))

@@ -51,9 +51,7 @@ def evaluation(run: Run) -> Section:
         return run.missing("evaluate")
     with runs.reading(outputs[0].file):
         content = outputs[0].content
-        if content["format"] != figures.FORMAT:
-            expected = f"expected format {figures.FORMAT!r}, found {content['format']!r}"
-            raise ValueError(f"{outputs[0].file}: {expected}; 04_evaluate_draft.py measures it anew")
+        figures.check_format(content)
         found = measured(content)
         if not found:
             return run.missing("evaluate") | {

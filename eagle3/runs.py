@@ -187,7 +187,10 @@ def _trained(output: Output) -> str | None:
 
 
 def _evaluated(output: Output) -> str | None:
+    from eagle3 import figures
+
     content = output.content
+    figures.check_format(content)
     row = content["benchmarks"].get("all")
     if not (content["finished"] and row):
         return None

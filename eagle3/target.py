@@ -121,12 +121,10 @@ class Target:
         index = self.path / "model.safetensors.index.json"
         if index.is_file():
             return {name: self.path / file for name, file in files.read_json(index)["weight_map"].items()}
-        from safetensors import safe_open
-
         single = self.path / "model.safetensors"
         if not single.is_file():
             raise ValueError(f"{self.path}: has neither model.safetensors nor model.safetensors.index.json")
-        with safe_open(single, "pt") as file:
+        with files.open_tensors(single) as file:
             return dict.fromkeys(file.keys(), single)
 
     def load(self, name: str) -> "torch.Tensor":
@@ -134,8 +132,6 @@ class Target:
 
         A tied head is the embedding. ValueError if the tensor is not there under exactly one name.
         """
-        from safetensors import safe_open
-
         if name == HEAD and self.text.get("tie_word_embeddings", self.config.get("tie_word_embeddings", False)):
             name = EMBEDDING
         stems = ("", "language_model.") if name == HEAD else PREFIXES
@@ -143,7 +139,7 @@ class Target:
         if len(found) != 1:
             wanted = " or ".join(stem + name for stem in stems)
             raise ValueError(f"{self.path}: expected one tensor named {wanted}, found {len(found)}")
-        with safe_open(self.weight_files[found[0]], "pt") as file:
+        with files.open_tensors(self.weight_files[found[0]]) as file:
             return file.get_tensor(found[0])
 
 

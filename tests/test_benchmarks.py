@@ -35,6 +35,7 @@ def test_a_name_is_the_file_that_get_prompts_makes(tmp_path, monkeypatch):
     [
         (["gsm8k"], "gsm8k.jsonl is not there; make it with: python data/get_prompts.py data/prompts"),
         (["nothing.jsonl"], "--prompts nothing.jsonl: no such file .* one of mt_bench, humaneval, gsm8k"),
+        (["{}/empty"], "--prompts .*/empty: no such file, or a folder without .jsonl"),
         (["{}/a.jsonl", "{}/b/a.jsonl"], "is called 'a' too"),
         (["{}/all.jsonl"], "'all' is the name of all benchmarks together"),
     ],
@@ -43,7 +44,8 @@ def test_what_is_not_there_is_refused_by_its_flag(tmp_path, monkeypatch, names, 
     """The message names --prompts, the file, and the command or the names that help."""
     monkeypatch.setattr(benchmarks, "FOLDER", tmp_path)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "b").mkdir()
+    for folder in ("b", "empty"):
+        (tmp_path / folder).mkdir()
     for name in ("a.jsonl", "b/a.jsonl", "all.jsonl"):
         write(tmp_path / name, asked("a", "b"))
     with pytest.raises(ValueError, match=said):

@@ -114,6 +114,15 @@ def test_the_command_finds_the_evaluation_of_these_weights_only(draft):
     assert "| mt_bench |" not in (draft / card.NAME).read_text()
 
 
+def test_an_evaluation_of_an_earlier_format_is_named_as_one(draft, capsys):
+    """The line says which format was expected and what to do, and the card stays as it was."""
+    before = (draft / card.NAME).read_text()
+    files.write_json(draft.parent / "evaluation.json", evaluation(draft) | {"format": "eagle3-evaluation/1"})
+    assert command(draft) == 1
+    assert "evaluation.json: expected format 'eagle3-evaluation/2'" in capsys.readouterr().err
+    assert (draft / card.NAME).read_text() == before
+
+
 def test_a_card_of_somebodys_own_is_left_alone(draft):
     """Without the line that says where it is from, no stage touches it."""
     (draft / card.NAME).write_text("# My draft\n")

@@ -26,16 +26,18 @@ NEEDED = {
 }
 NONSENSE = [
     ("generate", "--temperature", ["-1", "nan", "inf"]),
-    ("generate", "--seed", ["-1"]),
+    ("generate", "--seed", ["-1", "x", "1.5"]),
+    ("generate", "--top-p", ["0", "1.1", "nan", "x"]),
     ("prepare", "--min-kept", ["-5", "200", "nan"]),
     ("prepare", "--show", ["-3"]),
-    ("train", "--lr", ["-1", "0", "nan", "inf"]),
+    ("train", "--lr", ["-1", "0", "nan", "inf", "1e-4x"]),
     ("train", "--warmup-fraction", ["-1", "5", "nan"]),
     ("train", "--max-grad-norm", ["0", "-1", "nan"]),
     ("train", "--weight-decay", ["-1", "nan"]),
     ("train", "--seed", ["-1"]),
     ("train", "--eval-fraction", ["-1", "2", "nan"]),
     ("evaluate", "--min-acceptance", ["-1", "nan"]),
+    ("evaluate", "--concurrency", ["0", "-1", "x", "2.0"]),
 ]
 
 

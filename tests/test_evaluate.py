@@ -2,6 +2,8 @@
 
 import json
 from dataclasses import replace
+from functools import reduce
+from operator import getitem
 from types import SimpleNamespace
 
 import pytest
@@ -260,6 +262,32 @@ def test_figures_of_other_settings_are_not_taken_over(tmp_path, capsys):
     assert "format: expected 'eagle3-evaluation/2', found 'eagle3-evaluation/1'" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"format": "eagle3-evaluation/2", "settings"', "not valid JSON: "),
+        ("[1, 2]", "expected a JSON object, found list; remove the file to measure anew, or name another one"),
+        ('{"command": "03_train_draft.py"}', "holds something else than an evaluation; name another file"),
+    ],
+)
+def test_nothing_but_an_evaluation_is_written_over(draft, prompts, tmp_path, content, said):
+    """A damaged file, or one of another stage, under the name of --output: refused before the load and left alone."""
+    output = tmp_path / "settings.json"
+    output.write_text(content)
+    refused = refusal("--draft", draft, "--prompts", prompts, "--output", output)
+    assert f"--output {output}: " in refused and said in refused
+    assert output.read_text() == content
+
+
+def test_figures_that_are_not_whole_are_named(tmp_path):
+    """An evaluation of these settings whose measurements were edited: the file and what it lacks, not a traceback."""
+    output = tmp_path / "evaluation.json"
+    evaluate.evaluate(planned(output, Engines()))
+    files.write_json(output, files.read_json(output) | {"answers": [{}]})
+    with pytest.raises(ValueError, match="evaluation.json: not as the stage writes it: has no 'id'"):
+        evaluate.evaluate(planned(output, Engines()))
+
+
 def test_below_the_wanted_acceptance_the_run_fails():
     """--min-acceptance 1.5 fails a best draft of 1.25 and passes one of 1.5: CI looks at the exit code."""
     result = result_of(grid())
@@ -340,6 +368,7 @@ def test_without_a_draft_there_is_nothing_to_measure(prompts):
             "reads the states before layer 59, the target has 6 layers",
         ),
         ({"target_fingerprint": {"config": "x"}}, "was made with another target"),
+        ({"target_fingerprint": "x"}, "other/config.json: not as the stage writes it"),
     ],
 )
 def test_a_draft_of_another_target_is_refused(draft, prompts, tmp_path, changes, said):
@@ -369,17 +398,36 @@ def test_more_drafted_tokens_than_were_trained_are_warned_of(draft, tiny_llama, 
         ({}, "has no config.json"),
         ({"config.json": "{}"}, "has no model.safetensors"),
         ({"config.json": "{}", "model.safetensors": ""}, "expected speculators_model_type 'eagle3', found None"),
-        ({"config.json": "[]", "model.safetensors": ""}, "expected speculators_model_type 'eagle3', found None"),
-        (
-            {"config.json": '{"speculators_model_type": "eagle3"}', "model.safetensors": ""},
-            "its config.json has no 'speculators_config'",
-        ),
+        ({"config.json": "[]", "model.safetensors": ""}, "config.json: expected a JSON object, found list"),
     ],
 )
 def test_a_folder_that_is_no_draft_is_refused(tmp_path, contents, said):
     """One line with what is missing, before any engine."""
     for name, content in contents.items():
         (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match="--draft ") as refused:
+    with pytest.raises(ValueError, match=str(tmp_path)) as refused:
         drafts.open_draft(tmp_path)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("keys", drafts.NEEDED)
+def test_a_draft_whose_config_lacks_an_entry_is_refused(draft, tmp_path, keys):
+    """Each entry that is read of it is named when it is not there, or what holds it is of another kind."""
+    folder = changed(draft, tmp_path / "draft")
+    config = files.read_json(folder / "config.json")
+    del reduce(getitem, keys[:-1], config)[keys[-1]]
+    files.write_json(folder / "config.json", config)
+    with pytest.raises(ValueError, match=f"its config.json has no {'.'.join(map(str, keys))};"):
+        drafts.open_draft(folder)
+    files.write_json(folder / "config.json", config | {keys[0]: "x"})
+    with pytest.raises(ValueError, match=f"its config.json has no {keys[0]}"):
+        drafts.open_draft(folder)
+
+
+@pytest.mark.parametrize("size", [0, 4, 1000])
+def test_a_draft_whose_weights_are_cut_short_is_refused(draft, prompts, tmp_path, size):
+    """A copy that broke off: found before the target loads, naming the file."""
+    copy = changed(draft, tmp_path / "copy")
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:size])
+    assert f"{weights}: not a whole safetensors file" in refusal("--draft", copy, "--prompts", prompts)

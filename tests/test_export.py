@@ -224,6 +224,12 @@ def test_a_start_from_other_layers_or_another_vocabulary_is_refused(tiny_llama, 
         initial.load_into(draft, DraftVocab(512, np.array([2, 5, 8])))
     with pytest.raises(ValueError, match=r"--init-from .*: has no config\.json"):
         InitialDraft.open(tmp_path, LAYER_IDS, 6)
+    (tmp_path / "half").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        content = (tmp_path / "draft" / name).read_bytes()
+        (tmp_path / "half" / name).write_bytes(content[: 10**3] if name == "model.safetensors" else content)
+    with pytest.raises(ValueError, match="half/model.safetensors: not a whole safetensors file"):
+        InitialDraft.open(tmp_path / "half", [0, 2, 4, 5], 6)
     config = files.read_json(tmp_path / "draft" / "config.json")
     config["transformer_layer_config"]["num_hidden_layers"] = 2
     files.write_json(tmp_path / "draft" / "config.json", config)

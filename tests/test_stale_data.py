@@ -121,6 +121,17 @@ def test_hashes_are_shortened_and_names_are_not(tiny_llama, changed, data, tmp_p
     assert f"{said} and tokenizer (expected {was['tokenizer'][:12]}, found {now['tokenizer'][:12]})" in str(error.value)
 
 
+@pytest.mark.parametrize("size", [0, 4, 10_000])
+def test_weights_that_were_copied_half_are_named(tiny_llama, tmp_path, size):
+    """The file is named, and that it has to be copied again, wherever the target is first looked at."""
+    folder = tmp_path / "half"
+    shutil.copytree(tiny_llama, folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:size])
+    with pytest.raises(ValueError, match=f"{weights}: not a whole safetensors file: .*; copy or download it again"):
+        Target.open(folder).fingerprint  # noqa: B018
+
+
 def test_extraction_refuses_longer_samples(tiny_llama, data, tmp_path):
     """02 with a --max-seq-len below that of the data names the sample, its length and what to do."""
     with pytest.raises(ValueError, match=r"1 of 2 samples are longer, the longest \(b\) has 40 tokens; raise it"):

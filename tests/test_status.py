@@ -134,6 +134,21 @@ def test_a_broken_file_is_a_row_of_its_own(tmp_path):
     assert found.state == "broken" and "prepared/status.json" in found.notes[0]
 
 
+def test_an_evaluation_of_an_earlier_format_is_named_as_one(tmp_path):
+    """Not as one that lacks an entry: nothing was damaged."""
+    files.write_json(tmp_path / "evaluation.json", {"format": "eagle3-evaluation/1"})
+    found = row(tmp_path, "evaluate")
+    assert found.state == "broken" and "found 'eagle3-evaluation/1'; 04_evaluate_draft.py" in found.notes[0]
+
+
+def test_a_file_of_a_stages_name_that_is_no_object_is_refused(tmp_path):
+    """A list where an object should be: the file and both kinds, exit code 2."""
+    (tmp_path / "status.json").write_text("[1, 2]")
+    result = stages.run("-m", "eagle3.status", tmp_path)
+    assert result.returncode == 2
+    assert f"{tmp_path / 'status.json'}: expected a JSON object, found list" in result.stdout
+
+
 def test_parts_of_an_extraction_are_a_row_each(tmp_path):
     """hidden_states/part-00001-of-00002 and part-00002-of-00002 are two rows of the run."""
     for part in ("part-00001-of-00002", "part-00002-of-00002"):
