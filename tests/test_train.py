@@ -298,6 +298,14 @@ def test_states_that_cannot_be_trained_on_are_refused(tiny_llama, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_does_not_go_where_the_states_are(tiny_llama, states, tmp_path):
+    """Both keep a status.json, and who deletes the states of a part would delete the draft: refused however spelled."""
+    before = sorted(path.name for path in states.iterdir())
+    with pytest.raises(ValueError, match="--output-dir .*: holds the hidden states themselves; name another folder"):
+        planned(tiny_llama, states, states / "." / ".." / states.name)
+    assert sorted(path.name for path in states.iterdir()) == before
+
+
 def test_a_tracker_that_is_not_installed_is_refused_by_name(tiny_llama, states, tmp_path):
     """Said before the training, not at its first line."""
     check_trackers(["tensorboard"])
