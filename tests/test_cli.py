@@ -171,9 +171,10 @@ def test_ctrl_c_leaves_a_clear_last_line(tiny_llama, tmp_path):
     turns = [{"role": "user", "content": "Hello there"}, {"role": "assistant", "content": "Good day. " * 40}]
     chats.write_text((json.dumps({"messages": turns}) + "\n") * 8000)
     flags = ["--model-path", tiny_llama, "--input", chats, "--output-dir", tmp_path / "data", "--workers", "1"]
+    # a shell's background job ignores SIGINT, and so would the child of a test that runs in one
     run = subprocess.Popen(
         [sys.executable, "01_prepare_data.py", *map(str, flags)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=subprocess.STDOUT, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     assert any(line.startswith("workers ") for line in run.stdout)
     time.sleep(0.2)  # into the rows
