@@ -365,7 +365,9 @@ def _summary(tally: Tally, chosen: vocab.DraftVocab, plan: Plan) -> Iterator[str
 
 def check_enough(tally: Tally, min_kept: float) -> None:
     """ValueError if no row, or less than `min_kept` percent of the rows, can be used."""
-    percent = 100 * tally.kept / max(tally.rows_in, 1)
+    if not tally.rows_in:
+        raise ValueError("--input: there are no rows in it; no dataset was written")
+    percent = 100 * tally.kept / tally.rows_in
     if tally.kept and percent >= min_kept:
         return
     why = "0 usable rows" if not tally.kept else f"only {percent:.1f}% of the rows are usable (--min-kept {min_kept:g})"

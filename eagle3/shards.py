@@ -480,12 +480,23 @@ def _opened_and_verified(path: Path) -> tuple[Shard | None, list[str]]:
     return shard, shard.faults()
 
 
+def read_metadata(folder: Path) -> dict[str, Any]:
+    """What metadata.json says of the whole set. ValueError if it is of another format, or lacks an entry."""
+    path = folder / METADATA
+    metadata = files.read_json(path)
+    if metadata.get("format") != FORMAT:
+        raise ValueError(f"{path}: expected format {FORMAT!r}, found {metadata.get('format')!r}")
+    if missing := [key for key in ("settings", "prepared", "num_samples", "num_shards") if key not in metadata]:
+        raise ValueError(f"{path}: has no {missing[0]!r}, so it is not as 02_extract_hidden_states.py wrote it")
+    return metadata
+
+
 def _faults_of_the_whole(folder: Path, names: set[str], num_samples: int) -> list[str]:
     """What metadata.json promises and the shards do not hold."""
     path = folder / METADATA
     if not path.is_file():
         return [f"{path}: missing"]
-    metadata = files.read_json(path)
+    metadata = read_metadata(folder)
     expected = [shard_name(i) for i in range(metadata["num_shards"])]
     faults = [f"{folder / name}: missing" for name in expected if name not in names]
     faults += [f"{folder / name}: not of this set" for name in sorted(names - set(expected))]
@@ -508,7 +519,7 @@ def summary(folder: Path) -> str:
         **{f"target {key}": value for key, value in shared.get("target", {}).items()},
     }
     if (folder / METADATA).is_file():
-        metadata = files.read_json(folder / METADATA)
+        metadata = read_metadata(folder)
         lines |= {"whole set": f"{metadata['num_shards']:,} shards, {metadata['num_samples']:,} samples"}
         lines |= {key: str(value) for key, value in metadata["settings"].items() if value is not None}
     width = max(map(len, lines))

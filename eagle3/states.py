@@ -7,7 +7,7 @@ from typing import Any
 
 from eagle3 import files, layers, vocab
 from eagle3.parts import Parts
-from eagle3.shards import FORMAT, METADATA, ShardSet, shard_name, shard_paths
+from eagle3.shards import METADATA, ShardSet, read_metadata, shard_name, shard_paths
 from eagle3.target import Target, check_same_target
 from eagle3.vocab import DraftVocab
 
@@ -95,15 +95,11 @@ class HiddenStates:
 
 
 def _read_metadata(folder: Path) -> dict[str, Any]:
-    path = folder / METADATA
-    if not path.is_file():
+    if not (folder / METADATA).is_file():
         raise ValueError(
             f"--hidden-states {folder}: has no {METADATA}; 02_extract_hidden_states.py writes such a folder"
         )
-    metadata = files.read_json(path)
-    if metadata.get("format") != FORMAT:
-        raise ValueError(f"{path}: expected format {FORMAT!r}, found {metadata.get('format')!r}")
-    return metadata
+    return read_metadata(folder)
 
 
 def _check_shards(folder: Path, expected: int) -> None:

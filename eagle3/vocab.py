@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle3 import files
+from eagle3 import files, runs
 
 FORMAT = "eagle3-draft-vocab/1"
 FILE = "draft_vocab.json"
@@ -53,9 +53,10 @@ class DraftVocab:
         content = files.read_json(folder / FILE)
         if content.get("format") != FORMAT:
             raise ValueError(f"{folder / FILE}: expected format {FORMAT!r}, found {content.get('format')!r}")
-        ids = None if content["ids"] is None else np.asarray(content["ids"], np.int64)
-        vocab = cls(content["target_size"], ids)
-        if vocab.fingerprint != content["fingerprint"]:
+        with runs.reading(folder / FILE):
+            ids = None if content["ids"] is None else np.asarray(content["ids"], np.int64)
+            vocab, fingerprint = cls(content["target_size"], ids), content["fingerprint"]
+        if vocab.fingerprint != fingerprint:
             raise ValueError(f"{folder / FILE}: does not match its own fingerprint; run 01_prepare_data.py again")
         return vocab
 

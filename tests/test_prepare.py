@@ -115,6 +115,8 @@ def test_d9_nothing_to_learn(script):
     for reason in ("empty_conversation: 1", "no_user_turn: 1", "no_assistant_turn: 1", "empty_answer: 1"):
         assert reason in printed
     assert {p.name for p in folder.iterdir()} == {".lock", "status.json"}
+    code, _, printed = script(["", " "], out="blank")
+    assert code == 1 and printed.rstrip().endswith("--input: there are no rows in it; no dataset was written")
 
 
 def row_of_length(length: int) -> dict:

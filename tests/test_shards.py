@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -194,9 +195,9 @@ def test_bytes_of_a_kimi_token():
 
 
 def test_a_message_carries_the_content():
-    """What the driver sends to the worker as plain lists is the same content there."""
+    """What the driver sends to the worker, as vLLM's RPC encodes it, is the same content there."""
     sent = content()
-    message = json.loads(json.dumps(sent.message()))
+    message = msgspec.msgpack.decode(msgspec.msgpack.encode(sent.message()))
     received = ShardContent.receive(message)
     assert received.sample_ids == sent.sample_ids
     assert np.array_equal(received.offsets, sent.offsets)

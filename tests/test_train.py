@@ -14,12 +14,12 @@ import torch
 from states_folder import flip_a_byte, random_samples, write_hidden_states
 from training_run import LAYER_IDS, SCRIPT, arguments, draft_vocab, planned, script, write_states
 
-from eagle3 import checkpoint, cli, parts, train
+from eagle3 import checkpoint, cli, files, parts, train
 from eagle3.files import locked
 from eagle3.metrics import check_trackers, means_of
 from eagle3.optim import learning_rate
 from eagle3.ranks import Ranks
-from eagle3.shards import shard_name
+from eagle3.shards import METADATA, shard_name
 from eagle3.target import Target
 from eagle3.train import Trainer, evaluate, run_training
 from eagle3.vocab import DraftVocab
@@ -282,6 +282,12 @@ def test_states_that_cannot_be_trained_on_are_refused(tiny_llama, tmp_path):
             shutil.copy(folder / shard_name(1), folder / shard_name(4))
         if name == "no vocabulary":
             (folder / "draft_vocab.json").unlink()
+        if name in ("num_shards", "settings"):
+            files.write_json(
+                folder / METADATA, {k: v for k, v in files.read_json(folder / METADATA).items() if k != name}
+            )
+        if name == "ids":
+            files.write_json(folder / "draft_vocab.json", files.read_json(folder / "draft_vocab.json") | {"ids": "all"})
         with pytest.raises(ValueError) as refused:
             planned(tiny_llama, folder, tmp_path / "run")
         return str(refused.value)
@@ -290,6 +296,9 @@ def test_states_that_cannot_be_trained_on_are_refused(tiny_llama, tmp_path):
     said = "shard-00004.safetensors is not of this set, whose metadata.json says 4 shards (5 are there)"
     assert said in refusal("foreign")
     assert "has no draft_vocab.json; 02_extract_hidden_states.py copies it" in refusal("no vocabulary")
+    for key in ("num_shards", "settings"):
+        assert f"metadata.json: has no {key!r}, so it is not as 02_extract" in refusal(key)
+    assert "ids/draft_vocab.json: " in refusal("ids")
     assert "unknown convention, 'input of layer'" in refusal("convention", layer_convention="input of layer")
     other = target.fingerprint | {"weights": "0" * 64}
     assert "made with another target: its weights (expected" in refusal("other", target=other)
