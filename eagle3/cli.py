@@ -103,6 +103,8 @@ def config_values(path: Path, stage: str) -> dict[str, Any]:
     """
     import yaml
 
+    if not path.is_file():
+        raise ValueError(f"--config {path}: no such file")
     try:
         content = yaml.safe_load(path.read_text()) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -136,7 +138,11 @@ def _as_arguments(name: str, value: Any, action: argparse.Action) -> list[str]:
         return [f"--{name}"] if value else []
     if value is None:
         return []
+    if action.nargs == 0:
+        raise ValueError(f"config key {name!r} takes true or false, not {value!r}")
     if isinstance(value, list):
+        if action.nargs is None:
+            raise ValueError(f"config key {name!r} takes one value, not a list: {value}")
         return [f"--{name}", *map(str, value)]
     if isinstance(value, dict):
         return [f"--{name}={json.dumps(value)}"]

@@ -237,6 +237,9 @@ def test_one_place_decides_on_colours():
     [
         ("extract", "layer-ids: 2 30 58 60", "'layer-ids' takes a list: write [2, 30, 58, 60]"),
         ("extract", "layer_ids: 2, 30,58 60", "'layer-ids' takes a list: write [2, 30, 58, 60]"),
+        ("train", "deterministic: 'yes'", "'deterministic' takes true or false, not 'yes'"),
+        ("train", "norm-before-residual: 1", "'norm-before-residual' takes true or false, not 1"),
+        ("train", "lr: [1, 2]", "'lr' takes one value, not a list: [1, 2]"),
         ("prepare", "max-seq-len: 1\nmax_seq_len: 2", "'max-seq-len' and 'max_seq_len' are one flag"),
         ("prepare", "prepare:\n  max_seq_len: 1\n  max-seq-len: 2", "'max_seq_len' and 'max-seq-len' are one flag"),
     ],
@@ -249,6 +252,15 @@ def test_a_config_that_could_mean_two_things_is_refused(stage, text, said, tmp_p
         parser_of(stage).parse(["--config", str(path)])
     line = capsys.readouterr().err
     assert refused.value.code == 2 and said in line and line.count("\n") == 1
+
+
+def test_a_config_that_is_not_there_is_refused_by_its_flag(tmp_path, capsys):
+    """A path that leads nowhere, or to a folder."""
+    for path in (tmp_path, tmp_path / "none.yaml"):
+        with pytest.raises(SystemExit) as refused:
+            parser_of("train").parse(["--config", str(path)])
+        assert refused.value.code == 2
+        assert f"--config {path}: no such file" in capsys.readouterr().err
 
 
 def test_a_section_wins_over_a_flat_key_in_either_spelling(tmp_path):
