@@ -35,7 +35,7 @@ import numpy as np
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from eagle3 import cli, files
+from eagle3 import cli, files, vocab
 
 if TYPE_CHECKING:
     import torch
@@ -492,16 +492,19 @@ def read_metadata(folder: Path) -> dict[str, Any]:
 
 
 def _faults_of_the_whole(folder: Path, names: set[str], num_samples: int) -> list[str]:
-    """What metadata.json promises and the shards do not hold."""
-    path = folder / METADATA
-    if not path.is_file():
-        return [f"{path}: missing"]
+    """What metadata.json promises and the shards do not hold; a draft vocabulary that stage 3 would not take."""
+    if absent := [folder / name for name in (METADATA, vocab.FILE) if not (folder / name).is_file()]:
+        return [f"{path}: missing" for path in absent]
     metadata = read_metadata(folder)
     expected = [shard_name(i) for i in range(metadata["num_shards"])]
     faults = [f"{folder / name}: missing" for name in expected if name not in names]
     faults += [f"{folder / name}: not of this set" for name in sorted(names - set(expected))]
     if num_samples != metadata["num_samples"]:
         faults.append(f"{folder}: expected {metadata['num_samples']:,} samples, found {num_samples:,}")
+    try:
+        vocab.DraftVocab.load(folder)
+    except ValueError as error:
+        faults.append(str(error))
     return faults
 
 

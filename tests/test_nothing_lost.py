@@ -345,6 +345,15 @@ def test_the_command_line_verifies_and_shows(planned):
         "of 1 to 64",
     ):
         assert part in shown
+    words = planned.folder / "draft_vocab.json"
+    whole = words.read_text()
+    words.write_text(whole[:-9])
+    code, said = stages.run_here("eagle3.shards", "verify", planned.folder)
+    assert code == 1 and said.startswith(f"{words}: not valid JSON")
+    words.unlink()
+    code, said = stages.run_here("eagle3.shards", "verify", planned.folder)
+    assert (code, said) == (1, f"{words}: missing\n")
+    words.write_text(whole)
     planned.path(2).unlink()
     code, said = stages.run_here("eagle3.shards", "verify", planned.folder)
     lost = len(planned.plan[2])
