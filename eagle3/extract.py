@@ -157,6 +157,7 @@ def read_data(options: Options, target: Target) -> tuple[list[prepared.Row], dic
     fit them."""
     data = prepared.read_metadata(options.prepared_data)
     check_same_target(data["target"], target.fingerprint, str(options.prepared_data))
+    vocab.DraftVocab.load(options.prepared_data.parent)  # goes with the states, for stage 3
     rows = list(prepared.read_rows(options.prepared_data))
     _check_rows(rows, options, target.vocab_size)
     if options.part:

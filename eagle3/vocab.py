@@ -49,7 +49,9 @@ class DraftVocab:
 
     @classmethod
     def load(cls, folder: Path) -> "DraftVocab":
-        """Read draft_vocab.json; ValueError if it is foreign or does not match its fingerprint."""
+        """Read draft_vocab.json; ValueError if it is missing, foreign or does not match its fingerprint."""
+        if not (folder / FILE).is_file():
+            raise ValueError(f"{folder / FILE}: missing; run 01_prepare_data.py again, it writes the file")
         content = files.read_json(folder / FILE)
         if content.get("format") != FORMAT:
             raise ValueError(f"{folder / FILE}: expected format {FORMAT!r}, found {content.get('format')!r}")

@@ -121,6 +121,16 @@ def test_hashes_are_shortened_and_names_are_not(tiny_llama, changed, data, tmp_p
     assert f"{said} and tokenizer (expected {was['tokenizer'][:12]}, found {now['tokenizer'][:12]})" in str(error.value)
 
 
+@pytest.mark.parametrize(("keep", "said"), [(None, "missing; run 01_prepare_data.py again"), (20, "not valid JSON")])
+def test_extraction_refuses_data_without_its_draft_vocabulary(tiny_llama, data, tmp_path, keep, said):
+    """It is copied beside the states, and stage 3 needs it: found before the load, not after it."""
+    path = data.with_name(vocab.FILE)
+    whole = path.read_text()
+    path.unlink() if keep is None else path.write_text(whole[:keep])
+    with pytest.raises(ValueError, match=f"{path}: {said}"):
+        extract.plan_extraction(options(tiny_llama, data, tmp_path / "out"))
+
+
 @pytest.mark.parametrize("size", [0, 4, 10_000])
 def test_weights_that_were_copied_half_are_named(tiny_llama, tmp_path, size):
     """The file is named, and that it has to be copied again, wherever the target is first looked at."""
