@@ -79,6 +79,8 @@ def read_metadata(data: Path) -> dict[str, Any]:
     metadata = files.read_json(path)
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{path}: expected format {FORMAT!r}, found {metadata.get('format')!r}")
+    if missing := [key for key in ("data_sha256", "target") if key not in metadata]:
+        raise ValueError(f"{path}: has no {missing[0]!r}, so it is not as 01_prepare_data.py wrote it; run it again")
     if metadata["data_sha256"] != (found := files.sha256_file(data)):
         raise ValueError(f"{data}: was changed after it was prepared (sha256 {found[:12]}..., see {path})")
     return metadata
