@@ -74,7 +74,7 @@ def encoder(tokenizer: Any, control_tokens: Iterable[str]) -> Callable[[str], li
     """The quickest function that gives the ids of `tokenizer(text, add_special_tokens=False)`, as probes show."""
 
     def whole(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # no word of its length
 
     def bare(text: str) -> list[int]:
         return tokenizer.encode(text)

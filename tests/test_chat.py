@@ -15,6 +15,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from eagle3 import chat
 from eagle3.conversations import Conversation, Drop, Raw, parse
 from eagle3.target import Target
+from tests import stages
 
 LOCAL = [name for name in TARGETS if name != "smollm2"]
 FAMILY_ENDS = {"llama3": "<|eot_id|>", "glm": "<|user|>", "deepseek": "<｜end▁of▁sentence｜>"}
@@ -401,3 +402,15 @@ def test_no_template_is_refused(tmp_path: Path):
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match="has no chat template"):
         chat.load(Target.open(folder), True)
+
+
+def test_looking_at_a_tokenizer_says_nothing(tiny_llama):
+    """Long texts are tried on it, of which a log must not say that they "will result in indexing errors"."""
+    code = f"""
+from pathlib import Path
+from eagle3 import tokenizer
+from eagle3.target import Target
+tokenizer.encoder(tokenizer.load_tokenizer(Target.open(Path({str(tiny_llama)!r})), False), [])
+"""
+    result = stages.run("-c", code)
+    assert (result.returncode, result.stdout) == (0, "")
