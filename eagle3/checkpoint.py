@@ -21,7 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
-from eagle3 import files
+from eagle3 import files, runs
 from eagle3.ranks import Ranks
 
 POSITION = "position.json"
@@ -83,9 +83,11 @@ def load(run: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def read_position(run: Path, step: int) -> tuple[Position, dict[str, Any]]:
-    """Where the run stood, and its identity: the settings and data that it had."""
-    stored = files.read_json(folder_of(run, step) / POSITION)
-    return Position(**stored.pop("position")), stored
+    """Where the run stood, and its identity: the settings and data that it had. ValueError for a damaged file."""
+    path = folder_of(run, step) / POSITION
+    stored = files.read_json(path)
+    with runs.reading(path):
+        return Position(**stored.pop("position")), stored
 
 
 def check_same_run(run: Path, stored: dict[str, Any], identity: dict[str, Any]) -> None:

@@ -58,3 +58,13 @@ def test_other_settings_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"holds a run with another settings\.seed: expected 3, found 4"):
         stored = checkpoint.read_position(tmp_path, 1)[1]
         checkpoint.check_same_run(tmp_path, stored, {"settings": {"lr": 0.1, "seed": 4}})
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"position": {"steps": 1}}'])
+def test_a_damaged_position_is_named(tmp_path, content):
+    """What is no position of ours is a ValueError with the file's name: what to go on from is not guessed."""
+    path = checkpoint.folder_of(tmp_path, 7) / checkpoint.POSITION
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    with pytest.raises(ValueError, match=f"^{path}: "):
+        checkpoint.read_position(tmp_path, 7)
