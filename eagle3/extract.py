@@ -146,6 +146,7 @@ def plan_extraction(options: Options) -> Extraction:
 def open_target(options: Options) -> Target:
     """The target, which the flags fit; ValueError names the flag that does not."""
     target = Target.open(options.model_path)
+    target.check_weights()
     if options.layer_ids:
         layers.check_layer_ids(options.layer_ids, target.num_layers)
     _check_flags(options, target)

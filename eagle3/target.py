@@ -127,6 +127,18 @@ class Target:
         with files.open_tensors(single) as file:
             return dict.fromkeys(file.keys(), single)
 
+    def check_weights(self) -> None:
+        """ValueError naming a weight file that is missing or not whole; only the headers are read.
+
+        A folder without any safetensors passes: a rehearsal needs none.
+        """
+        stored = any(self.path.glob("*.safetensors*"))
+        for path in sorted(set(self.weight_files.values())) if stored else ():
+            if not path.is_file():
+                raise ValueError(f"{path}: missing, though the index names it; copy or download it again")
+            with files.open_tensors(path):
+                pass
+
     def load(self, name: str) -> "torch.Tensor":
         """One of EMBEDDING [V, H], FINAL_NORM [H], HEAD [V, H], found by its exact name, in its stored dtype.
 

@@ -142,6 +142,19 @@ def test_weights_that_were_copied_half_are_named(tiny_llama, tmp_path, size):
         Target.open(folder).fingerprint  # noqa: B018
 
 
+def test_extraction_refuses_a_target_of_which_a_weight_file_is_missing_or_half(tiny_kimi, data, tmp_path):
+    """Any file that the index names, not only those with a tensor that is read: before the load."""
+    folder = tmp_path / "copied"
+    shutil.copytree(tiny_kimi, folder)
+    path = folder / "model-00002-of-00005.safetensors"
+    path.write_bytes(path.read_bytes()[:10_000])
+    with pytest.raises(ValueError, match=f"{path}: not a whole safetensors file"):
+        extract.plan_extraction(options(folder, data, tmp_path / "out"))
+    path.unlink()
+    with pytest.raises(ValueError, match=f"{path}: missing, though the index names it"):
+        extract.plan_extraction(options(folder, data, tmp_path / "out"))
+
+
 def test_extraction_refuses_longer_samples(tiny_llama, data, tmp_path):
     """02 with a --max-seq-len below that of the data names the sample, its length and what to do."""
     with pytest.raises(ValueError, match=r"1 of 2 samples are longer, the longest \(b\) has 40 tokens; raise it"):
