@@ -22,8 +22,7 @@ class WrongLastLayerWorker(HiddenStatesWorker):
 
     def load_model(self, *args: object, **kwargs: object) -> None:
         super().load_model(*args, **kwargs)
-        self.witness.remove()
-        self.witness = None
+        self.witnessed = True
 
 
 class ThreeLayersWorker(HiddenStatesWorker):
@@ -35,5 +34,4 @@ class ThreeLayersWorker(HiddenStatesWorker):
 
     def load_model(self, *args: object, **kwargs: object) -> None:
         super().load_model(*args, **kwargs)
-        self.witness.remove()
-        self.witness = None
+        self.witnessed = True
