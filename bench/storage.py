@@ -21,7 +21,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from eagle3 import files, vocab
-from eagle3.shards import METADATA, Shard, ShardContent, ShardFormat, ShardSet, ShardWriter, quantise_fp8
+from eagle3.shards import (
+    METADATA,
+    Shard,
+    ShardContent,
+    ShardFormat,
+    ShardSet,
+    ShardWriter,
+    dtype_name,
+    quantise_fp8,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -58,7 +67,7 @@ def trained(args: argparse.Namespace, flags: list[str], folder: Path, dtype: tor
 def rewrite(source: Path, folder: Path, dtype: torch.dtype) -> None:
     """The same set with its states stored as `dtype`."""
     metadata = files.read_json(source / METADATA)
-    metadata["shared"]["storage_dtype"] = str(dtype).removeprefix("torch.")
+    metadata["shared"]["storage_dtype"] = dtype_name(dtype)
     for index, shard in enumerate(ShardSet(source).shards):
         write_shard(folder, index, shard, dtype, metadata["shared"])
     files.write_json(folder / METADATA, metadata)

@@ -207,26 +207,25 @@ def _evaluate(evaluation: Evaluation) -> Json:
     missing = [s for s in evaluation.setups if s.key not in known]
     if done:
         print(f"{len(done)} of {len(evaluation.setups)} measurements are in {evaluation.options.output} already")
+    if not missing:
+        return _write(evaluation, done)
     for _, group in groupby(missing, key=lambda s: (s.draft, s.num_drafts)):
         for measurement in evaluation.measure(list(group)):
             done.append(measurement)
-            _write(evaluation, _result(evaluation, done))
-    result = _result(evaluation, done)
-    _write(evaluation, result)
+            result = _write(evaluation, done)
     return result
 
 
-def _result(evaluation: Evaluation, done: list[Measurement]) -> Json:
+def _write(evaluation: Evaluation, done: list[Measurement]) -> Json:
+    """The JSON of what is measured so far, which the output holds from now on."""
     order = [s.key for s in evaluation.setups]
     done = sorted(done, key=lambda m: order.index(m.setup.key))
     finished = len(done) == len(order)
-    return figures.result(done, evaluation.settings, evaluation.target, evaluation.decode, finished=finished)
-
-
-def _write(evaluation: Evaluation, result: Json) -> None:
+    result = figures.result(done, evaluation.settings, evaluation.target, evaluation.decode, finished=finished)
     if output := evaluation.options.output:
         output.parent.mkdir(parents=True, exist_ok=True)
         files.write_json(output, result)
+    return result
 
 
 def measured_before(evaluation: Evaluation) -> list[Measurement]:

@@ -18,6 +18,7 @@ from eagle3 import files, layers
 from eagle3.checkpoint import flush_folder
 from eagle3.draft import Draft, DraftConfig
 from eagle3.exported import TARGET_FINGERPRINT, check_export
+from eagle3.shards import dtype_name
 from eagle3.target import EMBEDDING, Target
 from eagle3.vocab import DraftVocab
 
@@ -103,7 +104,7 @@ def config(
         "target_hidden_size": None,
         "tie_word_embeddings": False,
         TARGET_FINGERPRINT: target.fingerprint,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
@@ -135,7 +136,7 @@ def transformer_layer_config(draft: DraftConfig, dtype: torch.dtype) -> dict[str
         "rope_theta": draft.rope["rope_theta"],
         "rope_scaling": None if scaling == {"rope_type": "default"} else scaling,
         "tie_word_embeddings": False,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
     }
 
 

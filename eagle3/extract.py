@@ -68,7 +68,7 @@ class Options:
     @property
     def folder(self) -> Path:
         """Where the shards go."""
-        return self.output_dir / "part-{:05}-of-{:05}".format(*self.part) if self.part else self.output_dir
+        return self.output_dir / shards.part_name(*self.part) if self.part else self.output_dir
 
     @property
     def queued_tokens(self) -> int:
@@ -182,8 +182,8 @@ def plan(options: Options, target: Target, rows: list[prepared.Row], data: dict[
         "shared": {
             "layer_ids": layer_ids,
             "layer_convention": layers.CONVENTION,
-            "storage_dtype": str(dtype).removeprefix("torch."),
-            "engine_dtype": str(engine_dtype).removeprefix("torch."),
+            "storage_dtype": shards.dtype_name(dtype),
+            "engine_dtype": shards.dtype_name(engine_dtype),
             "target": target.fingerprint,
             "versions": engine.versions(),
         },
@@ -298,35 +298,6 @@ def check_disk(extraction: Extraction, missing: list[int], reclaimed: int = 0) -
     return (
         f"need {need / 1e9:,.2f} GB ({tokens:,} tokens x {extraction.token_bytes:,} bytes), free {free / 1e9:,.2f} GB"
     )
-
-
-def extract(
-    extraction: Extraction,
-    *,
-    overwrite: bool = False,
-    drive: "Drive | None" = None,
-    start: "Start | None" = None,
-) -> None:
-    """Make every missing shard; `overwrite` deletes what was there. The caller holds the folder's lock.
-
-    `drive` makes shards with engines that `start` gives: one engine here, or cluster.many_engines.
-    """
-    if overwrite:
-        clear(extraction.folder)
-    check_folder(extraction)
-    missing = missing_shards(extraction)
-    done = len(extraction.plan) - len(missing)
-    print(f"shards: {done} finished before, {len(missing)} to do ({extraction.tokens_of(missing):,} tokens)")
-    print(f"disk: {check_disk(extraction, missing)}", flush=True)
-    files.write_json(extraction.folder / shards.METADATA, extraction.metadata)
-    shutil.copyfile(extraction.options.prepared_data.with_name(vocab.FILE), extraction.folder / vocab.FILE)
-    with Watch(extraction, missing) as watch, on_sigterm(_stop_while_loading):
-        if missing:
-            (drive or one_engine)(extraction, missing, watch, start or start_engine)
-
-
-def _stop_while_loading() -> None:
-    raise InterruptedError("stopped on request while the target was loading; the same command starts again")
 
 
 def start_engine(extraction: Extraction, **changes: Any) -> "LLM":
@@ -467,3 +438,33 @@ def on_sigterm(action: Any) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def extract(
+    extraction: Extraction,
+    *,
+    overwrite: bool = False,
+    drive: "Drive" = one_engine,
+    start: "Start" = start_engine,
+) -> None:
+    """Make every missing shard; `overwrite` deletes what was there. The caller holds the folder's lock.
+
+    `drive` makes shards with engines that `start` gives: one engine here, or cluster.many_engines.
+    """
+    if overwrite:
+        clear(extraction.folder)
+    check_folder(extraction)
+    missing = missing_shards(extraction)
+    done = len(extraction.plan) - len(missing)
+    print(f"shards: {done} finished before, {len(missing)} to do ({extraction.tokens_of(missing):,} tokens)")
+    print(f"disk: {check_disk(extraction, missing)}", flush=True)
+    files.write_json(extraction.folder / shards.METADATA, extraction.metadata)
+    with files.atomic(extraction.folder / vocab.FILE) as temporary:
+        shutil.copyfile(extraction.options.prepared_data.with_name(vocab.FILE), temporary)
+    with Watch(extraction, missing) as watch, on_sigterm(_stop_while_loading):
+        if missing:
+            drive(extraction, missing, watch, start)
+
+
+def _stop_while_loading() -> None:
+    raise InterruptedError("stopped on request while the target was loading; the same command starts again")

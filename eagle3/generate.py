@@ -21,6 +21,7 @@ from eagle3 import chat, conversations, dialogues, engine, files, runs, server
 from eagle3.conversations import Drops
 from eagle3.dialogues import Answer, Dialogue
 from eagle3.progress import Progress
+from eagle3.shards import dtype_name
 from eagle3.status import Status
 from eagle3.target import Target
 
@@ -251,7 +252,7 @@ def _answers(generation: Generation, requests: Requests) -> Iterator[Answer]:
         tp_size=options.tp_size,
         gpu_memory_utilization=options.gpu_memory_utilization,
         max_model_len=generation.max_model_len,
-        dtype=str(engine.dtype_for(generation.chat.target)).removeprefix("torch."),
+        dtype=dtype_name(engine.dtype_for(generation.chat.target)),
         max_num_seqs=options.batch_size,
         seed=options.seed,
     )

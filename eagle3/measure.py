@@ -11,6 +11,7 @@ from eagle3 import engine
 from eagle3.benchmarks import Benchmarks, Prompt
 from eagle3.passes import Answer, Json, Measurement, Pass, Setup
 from eagle3.progress import Progress
+from eagle3.shards import dtype_name
 from eagle3.target import Target
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def start_engine(serving: Serving, setup: Setup) -> "LLM":
         tp_size=serving.tp_size,
         gpu_memory_utilization=serving.gpu_memory_utilization,
         max_model_len=serving.max_model_len(setup.num_drafts),
-        dtype=str(engine.dtype_for(serving.target)).removeprefix("torch."),
+        dtype=dtype_name(engine.dtype_for(serving.target)),
         max_num_seqs=serving.max_num_seqs,
         enable_prefix_caching=False,
         disable_log_stats=False,

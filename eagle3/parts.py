@@ -13,7 +13,7 @@ from pathlib import Path
 from eagle3 import files
 from eagle3.batches import Pack, split
 from eagle3.optim import learning_rate
-from eagle3.shards import ShardSet, copy_samples
+from eagle3.shards import ShardSet, copy_samples, part_name
 
 HELD_OUT = "held_out"  # in the run's folder
 
@@ -38,8 +38,8 @@ class Parts:
 
     @property
     def markers(self) -> list[str]:
-        """The names of the files that say that these parts are trained; as 02 names their folders."""
-        return [f"part-{number:05}-of-{self.total:05}.done" for number in self.numbers]
+        """The names of the files that say that these parts are trained."""
+        return [f"{part_name(number, self.total)}.done" for number in self.numbers]
 
     def check_turn(self, done: int) -> None:
         """ValueError unless these parts are the next ones after the first `done`, or were all trained before."""

@@ -129,7 +129,7 @@ def _examine_hardware(table: Table, options: Options, target: Target) -> None:
     machine = table.check(
         "platform",
         lambda: gpus.read_machine(pynvml, os.environ.get("CUDA_VISIBLE_DEVICES")),
-        lambda m: f"GPU, {len(m.gpus)} visible, {engine.dtype_for(target)}".replace("torch.", ""),
+        lambda m: f"GPU, {len(m.gpus)} visible, {shards.dtype_name(engine.dtype_for(target))}",
     )
     if machine:
         examine_gpus(table, machine, options, target)

@@ -27,6 +27,11 @@ class Row:
     input_ids: np.ndarray
     loss_mask: np.ndarray
 
+    @property
+    def title(self) -> str:
+        """Its id and sizes, for a person."""
+        return f"{self.id}: {len(self.input_ids):,} tokens, {int(self.loss_mask.sum()):,} supervised"
+
 
 def row_line(row_id: str, input_ids: list[int], loss_mask: list[int]) -> bytes:
     """One line of a tokenized_data.jsonl, its newline included; msgspec makes it in a twentieth of json's time."""

@@ -35,16 +35,12 @@ def as_text(row: Row, decode: Decode, colour: bool | None = None) -> str:
     colour = cli.colours(sys.stdout) if colour is None else colour
     before, after = (GREEN, RESET) if colour else ("[[", "]]")
     text = "".join(f"{before}{text}{after}" if supervised else text for supervised, text in spans(row, decode))
-    return f"{_title(row)}\n{text}"
-
-
-def _title(row: Row) -> str:
-    return f"{row.id}: {len(row.input_ids):,} tokens, {int(row.loss_mask.sum()):,} supervised"
+    return f"{row.title}\n{text}"
 
 
 def write_html(path: Path, summary: str, rows: Iterable[Row], decode: Decode) -> None:
     """A page with the summary and the rows, supervised text marked."""
-    shown = [{"title": _title(row), "spans": list(spans(row, decode))} for row in rows]
+    shown = [{"title": row.title, "spans": list(spans(row, decode))} for row in rows]
     pages.write(path, pages.render("prepared.html", summary=summary, rows=shown))
 
 

@@ -165,15 +165,12 @@ def _prepared(output: Output) -> str:
 
 
 def _extracted(output: Output) -> str | None:
+    from eagle3 import shards
+
     content = output.content
-    if num_shards(output.place) < content["num_shards"]:
+    if len(shards.shard_paths(output.place)) < content["num_shards"]:
         return None
     return f"{content['num_samples']:,} samples, {content['num_tokens']:,} tokens; shards: {content['num_shards']:,}"
-
-
-def num_shards(folder: Path) -> int:
-    """How many shards have their final name."""
-    return sum(1 for _ in folder.glob("shard-*.safetensors"))
 
 
 def _trained(output: Output) -> str | None:

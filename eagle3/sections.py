@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from eagle3 import charts, files, marked, prepared, runs
+from eagle3 import charts, files, marked, prepared, runs, shards
 from eagle3.charts import Series
 from eagle3.marked import Decode
 from eagle3.runs import Output
@@ -178,8 +178,8 @@ def _parts(outputs: list[Output], data: str) -> tuple[list[Output], list[Output]
 def _set_tiles(parts: list[Output]) -> Iterator[Tile]:
     contents = [o.content for o in parts]
     samples, tokens, planned = (sum(c[key] for c in contents) for key in ("num_samples", "num_tokens", "num_shards"))
-    there = sum(runs.num_shards(o.place) for o in parts)
-    size = sum(path.stat().st_size for o in parts for path in o.place.glob("shard-*.safetensors"))
+    paths = [path for o in parts for path in shards.shard_paths(o.place)]
+    there, size = len(paths), sum(path.stat().st_size for path in paths)
     yield Tile("Samples", f"{samples:,}", f"{tokens:,} tokens" + f" in {len(parts)} parts" * (len(parts) > 1))
     yield Tile("Shards", f"{planned:,}" if there == planned else f"{there:,} of {planned:,}", f"{size / 1e9:,.2f} GB")
 
@@ -292,7 +292,7 @@ def _sample_row(run: Run, row: prepared.Row) -> Section:
     made = marked.pieces(row.input_ids[:SAMPLE_TOKENS].tolist(), run.text)
     runs_of = groupby(made, key=lambda piece: bool(mask[piece.last]))
     return {
-        "title": f"{row.id}: {len(mask):,} tokens, {sum(mask):,} supervised",
+        "title": row.title,
         "cut": cut(len(mask), SAMPLE_TOKENS),
         "runs": [
             (supervised, [{"text": shown(p.text), "title": _named(p, supervised)} for p in pieces])

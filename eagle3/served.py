@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3 import files, server
 from eagle3.benchmarks import Benchmarks, Prompt
-from eagle3.measure import difference
+from eagle3.measure import WARM_UP_TOKENS, difference
 from eagle3.passes import Answer, Json, Measurement, Pass, Setup
 from eagle3.progress import Progress
 from eagle3.server import Server
@@ -32,7 +32,6 @@ BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 GENERATED, BUSY = "vllm:generation_tokens", ("vllm:num_requests_running", "vllm:num_requests_waiting")
 SETTLE_S = 10.0  # how long the counters may lag behind the last answer
 TIMEOUT_S = 3600.0
-WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,14 +191,11 @@ async def _ask(client: "AsyncOpenAI", found: Server, prompt: Prompt, asking: Ask
     answer, sent = Answer(prompt.id, prompt.category), time.perf_counter()
     try:
         stream = await client.chat.completions.create(
-            model=found.model,
-            messages=[server.as_sent(m) for m in prompt.messages],
-            tools=prompt.tools or openai.omit,
+            **server.asked(found, prompt.messages, prompt.tools, asking.template_kwargs),
             temperature=0,
             max_tokens=max_tokens,
             stream=True,
             stream_options={"include_usage": True},
-            extra_body={"return_token_ids": True, "chat_template_kwargs": asking.template_kwargs},
         )
         async for chunk in stream:
             _take(answer, chunk, time.perf_counter() - sent)

@@ -92,11 +92,7 @@ async def _ask(client: "AsyncOpenAI", server: Server, question: Question) -> Ans
 
     try:
         completion = await client.chat.completions.create(
-            model=server.model,
-            messages=[as_sent(m) for m in question.messages],
-            tools=question.tools or openai.omit,
-            extra_body={"return_token_ids": True, "chat_template_kwargs": question.template_kwargs},
-            **question.sampling,
+            **asked(server, question.messages, question.tools, question.template_kwargs), **question.sampling
         )
         return _answer(question, completion)
     except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
@@ -110,7 +106,21 @@ async def _ask(client: "AsyncOpenAI", server: Server, question: Question) -> Ans
         ) from error
 
 
-def as_sent(message: Message) -> Message:
+def asked(
+    server: Server, messages: list[Message], tools: list[dict[str, Any]] | None, template_kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """What each chat request of ours says, besides how to sample and whether to stream."""
+    import openai
+
+    return {
+        "model": server.model,
+        "messages": [_as_sent(m) for m in messages],
+        "tools": tools or openai.omit,
+        "extra_body": {"return_token_ids": True, "chat_template_kwargs": template_kwargs},
+    }
+
+
+def _as_sent(message: Message) -> Message:
     """A message as the API has it: arguments of tool calls as JSON text, reasoning under both names in use."""
     sent = {k: v for k, v in message.items() if k != "tool_calls"}
     if "reasoning" in message:

@@ -102,6 +102,11 @@ def shard_name(index: int) -> str:
     return f"shard-{index:05}.safetensors"
 
 
+def part_name(number: int, total: int) -> str:
+    """The name of one part of a set that is extracted in parts."""
+    return f"part-{number:05}-of-{total:05}"
+
+
 def bytes_per_token(num_layers: int, hidden_size: int, dtype: torch.dtype) -> int:
     """Bytes that one token takes on disk: states, its scales with fp8, id and mask."""
     scale = 4 if dtype_name(dtype) == FP8 else 0

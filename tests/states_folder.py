@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from eagle3 import files, layers, shards
-from eagle3.shards import ShardContent, ShardFormat, ShardWriter
+from eagle3.shards import ShardContent, ShardFormat, ShardWriter, dtype_name
 from eagle3.target import Target
 from eagle3.vocab import DraftVocab
 
@@ -62,7 +62,7 @@ def write_hidden_states(
     shared = {
         "layer_ids": layer_ids,
         "layer_convention": layers.CONVENTION,
-        "storage_dtype": str(dtype).removeprefix("torch."),
+        "storage_dtype": dtype_name(dtype),
         "engine_dtype": "float32",
         "target": of.fingerprint,
         "versions": {"torch": torch.__version__},
