@@ -110,7 +110,9 @@ def speculators_faults(folder: Path) -> list[str]:
     """What differs between the folder's tensors and those of the model that speculators makes of the folder."""
     from speculators import SpeculatorModel, SpeculatorModelConfig
     from transformers import PreTrainedModel
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # a bar for a few tensors, in the log of each export
     try:
         config = SpeculatorModelConfig.from_pretrained(folder)
         model_class = SpeculatorModel.registered_model_class_from_config(config)
