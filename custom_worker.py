@@ -2,7 +2,7 @@
 
 Every tensor-parallel rank runs it, since all take part in the self-check's logits; rank 0 alone has the rows copied to
 its host and written to shards, by threads of its own process, so no tensor crosses an RPC. The driver
-(eagle3/extract.py) says through `additional_config` what to capture, through `open_shard` what each shard will
+(eagle3/extract.py) says through `additional_config` what to capture, through `open_shards` what each shard will
 hold, and through a request's `extra_args` which sample it is.
 """
 
@@ -25,6 +25,8 @@ else:
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
+CHECKED_TOGETHER = 64  # samples: their logits read the whole output head, as many or as few as they are
+
 
 class HiddenStatesWorker(PlatformWorker):
     """The platform's own worker, plus capture, self-check and shard writing."""
@@ -36,20 +38,20 @@ class HiddenStatesWorker(PlatformWorker):
         self.tracker = capture.RequestTracker()
         self.tally = selfcheck.Tally()
         self.sink: ShardSink | None = None  # rank 0's
-        self.captured: tuple[torch.Tensor, list[capture.Span]] | None = None  # of this step, until its tokens are out
-        self.pending_check: capture.PendingCheck | None = None
+        self.ended: list[capture.Ended] = []  # not checked yet
+        self.check: tuple[capture.Ended, torch.Tensor | None] | None = None  # with its logits, to be judged
         self.witness: selfcheck.LayerWitness | None = None
         self.witnessed = False
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
+        self.check_stream = torch.cuda.Stream() if self.model_runner.device.type == "cuda" else None
         self.route = capture.open_route(self.model_runner, self.aux_ids(self.plan.layer_ids))
         if self.rank == 0:
             print(f"capture route: {self.route.name}", flush=True)
             form = self.plan.shard_format(self.vllm_config.model_config.get_hidden_size())
             max_rows = self.vllm_config.scheduler_config.max_num_batched_tokens
             self.sink = ShardSink(Path(self.plan.output_dir), form, self.model_runner.device, max_rows)
-            self.check_stream = torch.cuda.Stream() if self.model_runner.device.type == "cuda" else None
 
     @staticmethod
     def aux_ids(layer_ids: list[int]) -> list[int]:
@@ -63,7 +65,7 @@ class HiddenStatesWorker(PlatformWorker):
             compiled = not self.vllm_config.model_config.enforce_eager
             self.witness = selfcheck.LayerWitness(self.route.decoder, self.plan.layer_ids, compiled=compiled)
         output = super().execute_model(scheduler_output)
-        self._judge()  # the step before, while the device is at work on this one
+        self._settle()  # what the steps before left to do, while the device is at work on this one
         state = self.model_runner.execute_model_state
         if state is not None:
             batch = getattr(state, "input_batch", None) or self.model_runner.input_batch
@@ -86,17 +88,18 @@ class HiddenStatesWorker(PlatformWorker):
             self.witness, self.witnessed = None, True
         if self.sink is not None and not self.tally.faults:
             # on the engine's stream: a later step may overwrite the layers' buffers
-            self.captured = torch.stack(layers, dim=1), spans
+            self.sink.stage(torch.stack(layers, dim=1), spans)
         ended = [s for s in spans if s.ends]
         if ended:
             last_rows = self._on_device([s.stop - 1 for s in ended])
             recomputed = self.route.decoder.norm(layers[-1][last_rows])
-            self.pending_check = capture.PendingCheck(
-                [s.request.request_id for s in ended],
-                [s.request.sample_id for s in ended],
-                recomputed,
-                state.hidden_states[last_rows],
-                self.model_runner.model.compute_logits(recomputed),
+            self.ended.append(
+                capture.Ended(
+                    [s.request.request_id for s in ended],
+                    [s.request.sample_id for s in ended],
+                    recomputed,
+                    state.hidden_states[last_rows],
+                )
             )
 
     def _on_device(self, numbers: list[int]) -> torch.Tensor:
@@ -108,35 +111,48 @@ class HiddenStatesWorker(PlatformWorker):
         output = super().sample_tokens(grammar_output)
         if isinstance(output, AsyncModelRunnerOutput):  # of the V2 model runner, whatever the scheduling
             output = output.get_output()
-        if self.captured is not None:
-            # only now: the copy to the host is long, and the step's tokens would have to wait for it
-            self.sink.take(*self.captured)
-            self.captured = None
-        if self.pending_check is not None:
-            self.pending_check.found(output.req_ids, output.sampled_token_ids)
+        if self.ended and not self.ended[-1].tokens:
+            self.ended[-1].found(output.req_ids, output.sampled_token_ids)
+        if sum(len(part.names) for part in self.ended) >= CHECKED_TOGETHER:
+            self._prepare_check()
         return output
 
-    def _judge(self) -> None:
-        """The self-check of a step whose tokens are known. On a stream of its own: the engine's is busy."""
-        check, self.pending_check = self.pending_check, None
-        if check is not None and self.rank == 0:
-            with torch.cuda.stream(self.check_stream):  # does nothing on a CPU, where the stream is None
-                selfcheck.compare(
-                    self.tally, check.names, check.recomputed, check.final_rows, check.logits, check.tokens
-                )
+    @torch.inference_mode()
+    def _prepare_check(self) -> None:
+        """Ask for the logits of all that has ended. Every rank does so at once, since each has a part of them."""
+        ended, self.ended = capture.Ended.joined(self.ended), []
+        self.check = ended, self.model_runner.model.compute_logits(ended.recomputed)
+        if self.check_stream is not None:
+            self.check_stream.wait_stream(torch.cuda.current_stream())
+
+    def _settle(self) -> None:
+        """Send the states of the step before to the host, and judge the check whose logits are asked for.
+
+        Once the next step is launched: the copy is long, and the tokens of its own step would have to wait for it.
+        """
+        if self.sink is None:
+            self.check = None
+            return
+        self.sink.send()
+        if self.check is not None:
+            (ended, logits), self.check = self.check, None
+            with torch.cuda.stream(self.check_stream):  # of its own: the engine's is busy. Nothing on a CPU (None)
+                selfcheck.compare(self.tally, ended.names, ended.recomputed, ended.final_rows, logits, ended.tokens)
 
     # Called by the driver through collective_rpc.
 
-    def open_shard(self, content: dict[str, Any]) -> None:
-        """Create the temporary file of the shard that the next requests belong to."""
+    def open_shards(self, contents: list[dict[str, Any]]) -> None:
+        """Create the temporary files of the shards that the next requests belong to."""
         if self.sink is not None:
-            self.sink.open(content)
+            self.sink.open(contents)
 
     def capture_status(self) -> dict[str, Any] | None:
         """What rank 0 has done: see ShardSink.status; the self-check's line and faults besides. None on other ranks."""
+        if self.ended:
+            self._prepare_check()
+        self._settle()
         if self.sink is None:
             return None
-        self._judge()
         status = self.sink.status()
         return status | {"check": self.tally.line(), "faults": self.tally.faults + status["faults"]}
 

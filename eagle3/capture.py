@@ -104,15 +104,25 @@ class RequestTracker:
 
 
 @dataclass
-class PendingCheck:
-    """What the self-check needs of the samples that ended in a step (see selfcheck.compare); `tokens` once sampled."""
+class Ended:
+    """Samples whose prompt ended in a step, for the self-check (see selfcheck.compare); `tokens` once sampled."""
 
     request_ids: list[str]
     names: list[str]
     recomputed: torch.Tensor
     final_rows: torch.Tensor
-    logits: torch.Tensor | None
     tokens: list[int] = field(default_factory=list)
+
+    @classmethod
+    def joined(cls, parts: Sequence["Ended"]) -> "Ended":
+        """Those of several steps as one."""
+        return cls(
+            [i for part in parts for i in part.request_ids],
+            [name for part in parts for name in part.names],
+            torch.cat([part.recomputed for part in parts]),
+            torch.cat([part.final_rows for part in parts]),
+            [token for part in parts for token in part.tokens],
+        )
 
     def found(self, request_ids: Sequence[str], sampled: Sequence[Sequence[int]]) -> None:
         """Note each sample's token, of what the whole step sampled."""

@@ -387,21 +387,21 @@ class Run:
         for start in range(0, len(missing), SHARDS_AT_HAND):
             if self.stopping:
                 return
-            shards_at_hand = [self._requests_of(index) for index in missing[start : start + SHARDS_AT_HAND]]
-            for turn in itertools.zip_longest(*shards_at_hand):
+            contents = [self.extraction.content(index) for index in missing[start : start + SHARDS_AT_HAND]]
+            # in one call: each is answered between two steps only, and a step's worth of the queue is gone by then
+            engine.call_workers(self.llm, "open_shards", [content.message() for content in contents])
+            for turn in itertools.zip_longest(*map(self._requests_of, contents)):
                 yield from filter(None, turn)
 
-    def _requests_of(self, index: int) -> Iterator[engine.Request]:
-        """The samples of a shard, which is opened in the worker before the first."""
+    def _requests_of(self, content: shards.ShardContent) -> Iterator[engine.Request]:
+        """The samples of a shard, which the worker has opened."""
         from vllm import SamplingParams
 
-        content = self.extraction.content(index)
-        engine.call_workers(self.llm, "open_shard", content.message())
         for sample, sample_id in enumerate(content.sample_ids):
             ids = content.input_ids[content.offsets[sample] : content.offsets[sample + 1]].tolist()
-            identity = {capture.SAMPLE_KEY: [index, sample, sample_id]}
+            identity = {capture.SAMPLE_KEY: [content.index, sample, sample_id]}
             params = SamplingParams(temperature=0, max_tokens=1, detokenize=False, extra_args=identity)
-            request_id = f"{index}-{sample}"
+            request_id = f"{content.index}-{sample}"
             self.in_flight[request_id] = sample_id
             yield engine.Request(request_id, ids, params)
 

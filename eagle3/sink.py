@@ -21,20 +21,22 @@ class ShardSink:
         self._writers: dict[int, ShardWriter] = {}
         self._finished: SimpleQueue[int] = SimpleQueue()
 
-    def open(self, message: dict[str, Any]) -> None:
-        """Create the temporary file of the shard that the next rows belong to."""
-        if self._transfer.errors:
-            return
-        content = ShardContent.receive(message)
+    def open(self, messages: list[dict[str, Any]]) -> None:
+        """Create the temporary files of the shards that the next rows belong to."""
         try:
-            self._writers[content.index] = ShardWriter(self._folder, content, self._form)
+            for content in map(ShardContent.receive, messages if not self._transfer.errors else []):
+                self._writers[content.index] = ShardWriter(self._folder, content, self._form)
         except OSError as error:
             self._transfer.errors.append(error)
 
-    def take(self, states: torch.Tensor, spans: list[Span]) -> None:
-        """A step's states [rows, layers, hidden] and whose rows they are. Waits only for a full ring."""
+    def stage(self, states: torch.Tensor, spans: list[Span]) -> None:
+        """A step's states [rows, layers, hidden] and whose rows they are; they leave the device with `send`."""
         if not self._transfer.errors:
-            self._transfer.submit(states, [self._piece(s) for s in spans], self._written)
+            self._transfer.stage(states, [self._piece(s) for s in spans], self._written)
+
+    def send(self) -> None:
+        """Start what was staged on its way into the files. Waits only for a full ring."""
+        self._transfer.send()
 
     def status(self) -> dict[str, Any]:
         """What happened since the last call (`finished` shards) and so far (`rows` written, `faults`)."""

@@ -49,6 +49,7 @@ class Transfer:
         self._pool = ThreadPoolExecutor(WRITER_THREADS, thread_name_prefix="shard-writer")
         self._last_of: dict[tuple[int, int], Future] = {}
         self._lock = threading.Lock()
+        self._staged: tuple[torch.Tensor, list[Piece], Callable[[ShardWriter], None]] | None = None
         self.errors: list[BaseException] = []
         self.rows_written = 0
         pin = self._stream is not None
@@ -57,12 +58,22 @@ class Transfer:
             scale = torch.empty(max_rows, form.num_layers, pin_memory=pin) if form.has_scale else None
             self._free.put(Slot(states, scale, torch.empty(max_rows, dtype=torch.bool, pin_memory=pin)))
 
-    def submit(self, states: torch.Tensor, pieces: list[Piece], done: Callable[[ShardWriter], None]) -> None:
-        """Take a step's states [rows, layers, hidden]; returns once the copy is under way.
+    def stage(self, states: torch.Tensor, pieces: list[Piece], done: Callable[[ShardWriter], None]) -> None:
+        """Keep a step's states [rows, layers, hidden] on the device until `send`; the engine's stream still makes them.
 
         `done(writer)` is called from a writer thread after each piece is in its shard's file. The first exception of
         a writer thread is printed with its traceback and kept in `errors`; nothing is written after it.
         """
+        assert self._staged is None, "the step before was not sent"
+        self._staged = states, pieces, done
+        if self._stream is not None:  # here: by the time of `send` the engine's stream has the next step to do
+            self._stream.wait_stream(torch.cuda.current_stream())
+
+    def send(self) -> None:
+        """Start the copy of what was staged, if anything was, and its way to the files. Waits only for a full ring."""
+        if self._staged is None:
+            return
+        (states, pieces, done), self._staged = self._staged, None
         slot = self._free.get()
         copied = self._copy(states, slot)
         remaining = [len(pieces)]
@@ -76,7 +87,6 @@ class Transfer:
         if self._stream is None:
             self._fill(states, slot)
             return None
-        self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._fill(states, slot)
         states.record_stream(self._stream)
@@ -86,10 +96,12 @@ class Transfer:
 
     def _fill(self, states: torch.Tensor, slot: Slot) -> None:
         rows = len(states)
-        slot.finite[:rows].copy_(torch.isfinite(states).flatten(1).all(1), non_blocking=True)
-        if slot.scale is not None:
-            states, scale = quantise_fp8(states)
-            slot.scale[:rows].copy_(scale, non_blocking=True)
+        if slot.scale is None:
+            largest = states.abs().amax(-1)  # not finite where one is not; isfinite of all takes far longer
+        else:
+            states, largest = quantise_fp8(states)
+            slot.scale[:rows].copy_(largest, non_blocking=True)
+        slot.finite[:rows].copy_(torch.isfinite(largest).all(1), non_blocking=True)
         slot.states[:rows].copy_(states, non_blocking=True)
 
     def _write(
@@ -131,7 +143,8 @@ class Transfer:
         piece.writer.write(piece.sample, piece.row, slot.states[rows], scale)
 
     def drain(self) -> None:
-        """Wait until everything submitted is written."""
+        """Send what is staged and wait until everything is written."""
+        self.send()
         for future in list(self._last_of.values()):
             future.result()
 

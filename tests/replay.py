@@ -41,7 +41,7 @@ class Replay:
         self.llm_engine = self.engine_core = self
 
     def collective_rpc(self, method, args=()):
-        calls = {"open_shard": self.sink.open, "capture_status": self.status, "close_capture": self.sink.close}
+        calls = {"open_shards": self.sink.open, "capture_status": self.status, "close_capture": self.sink.close}
         return [calls[method](*args)]
 
     def status(self):
@@ -71,7 +71,8 @@ class Replay:
             if spans[-1].ends:
                 self.queue.popleft()
                 ended.append(request)
-        self.sink.take(torch.cat(rows), spans)
+        self.sink.stage(torch.cat(rows), spans)
+        self.sink.send()
         return [
             SimpleNamespace(request_id=r.request_id, finished=True, prompt_token_ids=range(r.length)) for r in ended
         ]
