@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     Drive = Callable[["Extraction", list[int], Watch, Start], None]
 
 SHARD_BYTES = 1 << 30
-STEPS_AHEAD = 3  # engine steps' worth of tokens kept queued, so that the scheduler never runs dry
+STEPS_AHEAD = 6  # engine steps' worth of tokens kept queued: each call to the worker takes one, two may come in a row
 MAX_NUM_SEQS = 256  # short samples share a step up to this many
-SHARDS_AT_HAND = 4  # filled side by side: the kernel lets one thread at a time write to a file
+SHARDS_AT_HAND = 8  # filled side by side: the kernel lets one thread at a time write to a file
 STATUS_EVERY_S = 1.0
 WORKER = "custom_worker.HiddenStatesWorker"
 DISK_MARGIN = 1.02  # file system overhead
@@ -383,11 +383,13 @@ class Run:
         self.watch.stopping()
 
     def _requests(self, missing: list[int]) -> Iterator[engine.Request]:
-        """The samples of the missing shards, of SHARDS_AT_HAND shards in turn."""
-        for start in range(0, len(missing), SHARDS_AT_HAND):
+        """The samples of the missing shards, of up to SHARDS_AT_HAND shards in turn."""
+        for group in np.array_split(
+            missing, max(-(-len(missing) // SHARDS_AT_HAND), 1)
+        ):  # alike: the last is not a straggler
             if self.stopping:
                 return
-            contents = [self.extraction.content(index) for index in missing[start : start + SHARDS_AT_HAND]]
+            contents = [self.extraction.content(int(index)) for index in group]
             # in one call: each is answered between two steps only, and a step's worth of the queue is gone by then
             engine.call_workers(self.llm, "open_shards", [content.message() for content in contents])
             for turn in itertools.zip_longest(*map(self._requests_of, contents)):

@@ -127,11 +127,12 @@ def test_a_disk_that_fills_up(options, small_disk, tmp_path, capsys):
     with pytest.raises(ValueError, match=r"needs [\d,]+ bytes, the disk has [\d,]+ free"):
         replay.run(planned)
     subprocess.run(["mount", "-o", "remount,size=16m", small_disk], check=True)
-    known, third = replay.random_states(4, 64), 2 * extract.SHARDS_AT_HAND  # a shard after two rounds of them
-    first_of_third = planned.rows[planned.plan[third][0]].id
+    known = replay.random_states(4, 64)
+    assert extract.SHARDS_AT_HAND < len(planned.plan) <= 2 * extract.SHARDS_AT_HAND  # so they are made in two halves
+    first_of_second = planned.rows[planned.plan[-(-len(planned.plan) // 2)][0]].id
 
     def fill_then_give(name, tokens):
-        if name == first_of_third:
+        if name == first_of_second:
             with pytest.raises(OSError), open(small_disk / "other", "wb", buffering=0) as other:
                 while True:
                     other.write(bytes(1 << 16))
