@@ -5,6 +5,7 @@ there is: a run that was killed goes on with the shards that are missing.
 """
 
 import itertools
+import math
 import shutil
 import signal
 import time
@@ -384,9 +385,8 @@ class Run:
 
     def _requests(self, missing: list[int]) -> Iterator[engine.Request]:
         """The samples of the missing shards, of up to SHARDS_AT_HAND shards in turn."""
-        for group in np.array_split(
-            missing, max(-(-len(missing) // SHARDS_AT_HAND), 1)
-        ):  # alike: the last is not a straggler
+        groups = max(math.ceil(len(missing) / SHARDS_AT_HAND), 1)
+        for group in np.array_split(missing, groups):  # of like sizes: the last step has files enough to write to, too
             if self.stopping:
                 return
             contents = [self.extraction.content(int(index)) for index in group]
