@@ -60,8 +60,13 @@ def add_learning(group: argparse._ArgumentGroup) -> None:
         metavar="SHARE",
         help="of the samples, held out; 0 for none",
     )
-    residual = "the residual stream starts as the normed hidden state"
-    add("--norm-before-residual", action=argparse.BooleanOptionalAction, default=True, help=residual)
+    for flag, default, text in (
+        ("--norm-before-residual", True, "the residual stream starts as the normed hidden state"),
+        ("--norm-before-fc", False, "the three states are normed together before they are fused"),
+        ("--fc-norm", False, "each of the three states is normed before they are fused"),
+        ("--norm-output", False, "the next step reads the draft's output normed"),
+    ):
+        add(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
     add("--train-head", action="store_true", help="train the draft's head as well (default: the target's, frozen)")
     add("--deterministic", action="store_true", help="bitwise the same on a GPU each time; slower")
     add("--init-from", metavar="DIR", help="start from a draft trained on the same layers (default: anew)")

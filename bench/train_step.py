@@ -32,7 +32,7 @@ import torch
 
 import eagle3.ttt
 from eagle3.batches import PackedBatch
-from eagle3.draft import Draft, DraftConfig, Teacher
+from eagle3.draft import NORM_FLAGS, Draft, DraftConfig, Teacher
 from eagle3.flops import training_flops
 from eagle3.ttt import supervised_counts, supervised_depth, training_loss
 
@@ -165,8 +165,7 @@ def peer_model(draft: Draft, teacher: Teacher, attention: str) -> torch.nn.Modul
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=layer,
         draft_vocab_size=c.draft_vocab_size,
-        norm_before_residual=c.norm_before_residual,
-        norm_output=c.norm_output,
+        **{flag: getattr(c, flag) for flag in NORM_FLAGS},
         eagle_aux_hidden_state_layer_ids=[3, 31, 59],
         speculators_config=SpeculatorsConfig(
             algorithm="eagle3",

@@ -17,6 +17,7 @@ from eagle3.vocab import DraftVocab
 INIT_STD = 0.02  # at most; wide layers start with outputs of variance one, lest attention start as a hard choice
 MLA_FAMILY_FFN = 2 / 3  # of the target's dense FFN: 12,288 of 18,432, as the published Kimi-K2.5 draft has it
 LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping")  # config keys that we do not reproduce
+NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 ONE_PLUS_NORM = ("gemma", "qwen3_5", "recurrent_gemma")  # model types whose final norm multiplies by 1 + weight
 
 
@@ -37,10 +38,16 @@ class DraftConfig:
     draft_vocab_size: int
     norm_before_residual: bool = True
     """The residual stream starts as hidden_norm(h) instead of h."""
+    norm_before_fc: bool = False
+    """fc reads the three states normed together, as one vector of 3H."""
+    fc_norm: bool = False
+    """fc reads each of the three states normed alone."""
     norm_output: bool = False
     """The next step reads norm(h') instead of h'."""
 
     def __post_init__(self) -> None:
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("draft: norm_before_fc and fc_norm (--norm-before-fc, --fc-norm) exclude each other")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"draft: num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.head_dim % 2:
@@ -157,6 +164,11 @@ class Draft(nn.Module):
         self._compute_dtype = compute_dtype
         self._rotary: tuple[torch.Tensor, float] | None = None  # `rotary_frequencies`, once needed
         self.embed_tokens = nn.Embedding(config.target_vocab_size, config.hidden_size)
+        if config.norm_before_fc:
+            self.input_norm = nn.RMSNorm(NUM_DRAFT_LAYERS * config.hidden_size, eps=config.norm_eps)
+        if config.fc_norm:
+            norms = (nn.RMSNorm(config.hidden_size, eps=config.norm_eps) for _ in range(NUM_DRAFT_LAYERS))
+            self.fc_norm = nn.ModuleList(norms)
         self.fc = nn.Linear(NUM_DRAFT_LAYERS * config.hidden_size, config.hidden_size, bias=False)
         self.layers = nn.ModuleList([_Layer(config)])
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
@@ -196,6 +208,13 @@ class Draft(nn.Module):
     @property
     def layer(self) -> _Layer:
         return self.layers[0]
+
+    @property
+    def input_scale(self) -> torch.Tensor | None:
+        """The weights [3H] of the norms before fc; None where there are none."""
+        if self.config.norm_before_fc:
+            return self.input_norm.weight
+        return torch.cat([norm.weight for norm in self.fc_norm]) if self.config.fc_norm else None
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from eagle3 import files, layers
 from eagle3.checkpoint import flush_folder
-from eagle3.draft import Draft, DraftConfig
+from eagle3.draft import NORM_FLAGS, Draft, DraftConfig
 from eagle3.exported import TARGET_FINGERPRINT, check_export
 from eagle3.shards import dtype_name
 from eagle3.target import EMBEDDING, Target
@@ -96,10 +96,7 @@ def config(
         "speculators_version": SPECULATORS_VERSION,
         "draft_vocab_size": draft.draft_vocab_size,
         "eagle_aux_hidden_state_layer_ids": layers.draft_aux_ids(layer_ids),
-        "norm_before_residual": draft.norm_before_residual,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": draft.norm_output,
+        **{flag: getattr(draft, flag) for flag in NORM_FLAGS},
         "embed_requires_grad": False,
         "target_hidden_size": None,
         "tie_word_embeddings": False,

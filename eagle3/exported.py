@@ -11,17 +11,13 @@ import torch
 from safetensors import safe_open
 
 from eagle3 import files
+from eagle3.draft import NORM_FLAGS
 from eagle3.layers import NUM_DRAFT_LAYERS
 from eagle3.target import EMBEDDING, HEAD, Target, check_same_target
 
 TARGET_FINGERPRINT = "target_fingerprint"  # our own key of config.json; vLLM and speculators pass over it
-FLAGS = {  # what our tensors mean, where the defaults of vLLM and speculators differ; None: either value
-    "norm_before_residual": None,
-    "norm_output": None,
-    "norm_before_fc": False,
-    "fc_norm": False,
-    "tie_word_embeddings": False,
-}
+FLAGS = dict.fromkeys(NORM_FLAGS) | {"tie_word_embeddings": False}  # None: either value, but it must be written,
+# since the defaults of vLLM and speculators differ
 NO_SPECULATORS = "the export was not loaded by speculators: it is not installed here"
 
 
@@ -69,6 +65,10 @@ def served_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
     }
     norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
     shapes |= {f"layers.0.{norm}.weight": [hidden] for norm in norms}
+    if config["norm_before_fc"]:
+        shapes["input_norm.weight"] = [NUM_DRAFT_LAYERS * hidden]
+    if config["fc_norm"]:
+        shapes |= {f"fc_norm.{i}.weight": [hidden] for i in range(NUM_DRAFT_LAYERS)}
     if config["draft_vocab_size"] != vocab:
         shapes |= {"d2t": [config["draft_vocab_size"]], "t2d": [vocab]}
     return shapes
@@ -81,6 +81,8 @@ def served_faults(config: dict[str, Any], weights: Path) -> list[str]:
         for key, wanted in FLAGS.items()
         if not isinstance(found := config.get(key), bool) or wanted not in (None, found)
     ]
+    if faults:
+        return faults  # they say which tensors there are
     ids = config["eagle_aux_hidden_state_layer_ids"]
     if len(ids) != NUM_DRAFT_LAYERS or ids != sorted(set(ids)) or ids[0] < 1:
         faults.append(f"config.json: eagle_aux_hidden_state_layer_ids must be three ascending ids from 1, found {ids}")

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from eagle3 import files, layers
-from eagle3.draft import Draft
+from eagle3.draft import NORM_FLAGS, Draft
 from eagle3.target import HEAD
 from eagle3.vocab import DraftVocab
 
@@ -22,7 +22,8 @@ class InitialDraft:
     """A draft on disk, trained on the outputs of `layer_ids`' first three."""
 
     folder: Path
-    norm_before_residual: bool
+    flags: dict[str, bool]
+    """The `NORM_FLAGS` it was trained with."""
 
     @classmethod
     def open(cls, folder: Path, layer_ids: Sequence[int], num_layers: int) -> "InitialDraft":
@@ -42,8 +43,9 @@ class InitialDraft:
         with files.open_tensors(folder / "model.safetensors"):
             pass  # whole; what is in it is looked at when it is loaded
         # vLLM's defaults where the key is absent: true in the layout of speculators, false in the other
-        default = "speculators_model_type" in config
-        return cls(folder, bool(config.get("norm_before_residual", default)))
+        defaults = {"norm_before_residual": "speculators_model_type" in config}
+        found = defaults | config | (config.get("eagle_config") or {})
+        return cls(folder, {flag: bool(found.get(flag)) for flag in NORM_FLAGS})
 
     def load_into(self, draft: Draft, vocab: DraftVocab) -> None:
         """Overwrite every weight of `draft` but its embedding. ValueError for a missing tensor or another size."""

@@ -3,8 +3,8 @@
 Two ideas save time and memory against plain autograd, on every device:
 - a weight is cast to the compute dtype once for all steps, and every product that reads it adds its gradient straight
   into one fp32 buffer (`Weight`), instead of autograd summing a tensor per step;
-- the input norm of the frozen embedding is folded into the weight it feeds (`cast_weight`'s `scale`): its gradient is
-  then a column sum over that weight, with no product back to the embedding.
+- a norm of what is not trained (the embedding, the target's states) is folded into the weight it feeds (`cast_weight`'s
+  `scale`): its gradient is then a column sum over that weight, with no product back to the norm's input.
 """
 
 import os

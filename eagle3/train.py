@@ -23,7 +23,7 @@ import torch
 from eagle3 import card, checkpoint, files, runs, status
 from eagle3.batches import Pack, Schedule, check_fit, loss_mask, pack, read_ahead
 from eagle3.checkpoint import Position
-from eagle3.draft import Draft, DraftConfig, Teacher, embedding
+from eagle3.draft import NORM_FLAGS, Draft, DraftConfig, Teacher, embedding
 from eagle3.export import export
 from eagle3.flops import device_peak, training_flops
 from eagle3.initial import InitialDraft
@@ -65,9 +65,16 @@ class Settings:
     seed: int
     eval_fraction: float
     norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
     train_head: bool
     deterministic: bool
     init_from: str | None
+
+    @property
+    def norm_flags(self) -> dict[str, bool]:
+        return {flag: getattr(self, flag) for flag in NORM_FLAGS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +136,7 @@ def plan_run(args: argparse.Namespace) -> Run:
     check_fit(states.data, settings.batch_tokens)
     if settings.max_steps is not None and settings.max_steps < states.parts.total:
         raise ValueError(f"--max-steps {settings.max_steps}: fewer than the {states.parts.total} parts that share them")
-    DraftConfig.for_target(target, states.vocab)
+    DraftConfig.for_target(target, states.vocab, **settings.norm_flags)
     check_trackers(args.track)
     run = Run(
         folder=args.output_dir,
@@ -159,9 +166,10 @@ def _initial(settings: Settings, states: HiddenStates, target: Target) -> Initia
     if settings.init_from is None:
         return None
     initial = InitialDraft.open(Path(settings.init_from), states.layer_ids, target.num_layers)
-    if initial.norm_before_residual != settings.norm_before_residual:
-        flag = "" if initial.norm_before_residual else "no-"
-        raise ValueError(f"--init-from {initial.folder}: needs --{flag}norm-before-residual, as it was trained")
+    differing = {flag: value for flag, value in initial.flags.items() if value != settings.norm_flags[flag]}
+    if differing:
+        needed = " ".join(f"--{'' if value else 'no-'}{flag.replace('_', '-')}" for flag, value in differing.items())
+        raise ValueError(f"--init-from {initial.folder}: needs {needed}, as it was trained")
     return initial
 
 
@@ -322,9 +330,7 @@ class Trainer:
 def build(run: Run, device: torch.device) -> tuple[Draft, Teacher]:
     """A new draft and its teacher: three tensors of the target are read, no more. Frozen rows are shared by the two."""
     torch.manual_seed(run.settings.seed)
-    config = DraftConfig.for_target(
-        run.target, run.states.vocab, norm_before_residual=run.settings.norm_before_residual
-    )
+    config = DraftConfig.for_target(run.target, run.states.vocab, **run.settings.norm_flags)
     teacher = Teacher.for_target(run.target, run.states.vocab).to(device)
     rows = embedding(run.target).to(device)
     train_head = run.settings.train_head

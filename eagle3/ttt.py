@@ -177,7 +177,7 @@ class _Weights:
         halves = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
         qkv = ops.cast_weight(halves, dtype, scale=layer.input_layernorm.weight)
         return cls(
-            fc=ops.cast_weight([draft.fc.weight], dtype),
+            fc=ops.cast_weight([draft.fc.weight], dtype, scale=draft.input_scale),
             embed=qkv.columns(None, hidden_size),
             hidden=qkv.columns(hidden_size, None),
             out=ops.cast_weight([attention.o_proj.weight], dtype),
@@ -236,7 +236,13 @@ class _Unroll:
         return ops.linear(unit, self.weights.embed)
 
     def _fused_states(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        states = batch.hidden_states[:, :NUM_DRAFT_LAYERS].flatten(1).to(self.draft.compute_dtype)
+        """fc of the three states of every row [T, H], and that normed; the input norms' weights are folded into fc."""
+        states = batch.hidden_states[:, :NUM_DRAFT_LAYERS].to(self.draft.compute_dtype)
+        if self.config.fc_norm:
+            states = F.rms_norm(states, states.shape[2:], eps=self.config.norm_eps)
+        states = states.flatten(1)
+        if self.config.norm_before_fc:
+            states = F.rms_norm(states, states.shape[1:], eps=self.config.norm_eps)
         return self._norm(ops.linear(states, self.weights.fc), None, self.layer.hidden_norm)
 
     def _norm(self, x: torch.Tensor, branch: torch.Tensor | None, norm: torch.nn.RMSNorm) -> tuple:

@@ -74,7 +74,7 @@ def load_draft(folder: Path, target_path: Path, vocab: DraftVocab, layer_ids: li
     """An exported draft as our own module, the target's embedding in it."""
     target = Target.open(target_path)
     stored = InitialDraft.open(folder, layer_ids, target.num_layers)
-    config = DraftConfig.for_target(target, vocab, norm_before_residual=stored.norm_before_residual)
+    config = DraftConfig.for_target(target, vocab, **stored.flags)
     head = torch.zeros(vocab.size, target.hidden_size)
     draft = Draft.create(config, target.load(EMBEDDING).float(), head)
     with torch.no_grad():

@@ -63,7 +63,7 @@ def reference_rows(draft: Draft, teacher: Teacher, batch: PackedBatch, steps: in
     for start, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
         ids, mask = batch.input_ids[start:end], batch.loss_mask[start:end].tolist()
         states = batch.hidden_states[start:end]
-        fused = [draft.fc.weight @ s[:3].flatten() for s in states]
+        fused = [_fused(draft, s) for s in states]
         cache = [_key_value(draft, fused[t], ids[t + 1], t) for t in range(len(ids) - 1)]
         for t in range(len(ids) - 1):
             hidden, keys = fused[t], cache[: t + 1]
@@ -111,7 +111,7 @@ def walk(draft: Draft, vocab: DraftVocab, sample: Sample, num_drafts: int) -> li
     The first pass drafts on the prompt's last row. Passes whose drafts could reach past the last token are left out.
     """
     ids, row = sample.input_ids, int(sample.loss_mask.int().argmax()) - 1
-    fused = [draft.fc.weight @ s[:3].flatten() for s in sample.hidden_states]
+    fused = [_fused(draft, s) for s in sample.hidden_states]
     cache = [_key_value(draft, fused[t], ids[t + 1], t) for t in range(len(ids) - 1)]
     passes = []
     while row + 1 + num_drafts < len(ids):
@@ -130,6 +130,17 @@ def _accepted(draft: Draft, vocab: DraftVocab, ids, hidden, keys, row: int, num_
         if guess + vocab.d2t[guess] != ids[row + 2 + i]:
             return i
     return num_drafts
+
+
+def _fused(draft: Draft, states):
+    """fc of the first three states [3, H] of a row, normed as the flags say."""
+    parts, eps = list(states[:3]), draft.config.norm_eps
+    if draft.config.fc_norm:
+        parts = [F.rms_norm(p, p.shape, norm.weight, eps) for p, norm in zip(parts, draft.fc_norm, strict=True)]
+    together = torch.cat(parts)
+    if draft.config.norm_before_fc:
+        together = F.rms_norm(together, together.shape, draft.input_norm.weight, eps)
+    return draft.fc.weight @ together
 
 
 def _inputs(draft: Draft, hidden, token):

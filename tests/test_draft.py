@@ -66,7 +66,12 @@ def test_a_target_whose_logits_we_would_get_wrong_is_refused(extra, named, tmp_p
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
-    [({"num_kv_heads": 3}, "num_kv_heads"), ({"head_dim": 7}, "even"), ({"draft_vocab_size": 51}, "51 of 50")],
+    [
+        ({"num_kv_heads": 3}, "num_kv_heads"),
+        ({"head_dim": 7}, "even"),
+        ({"draft_vocab_size": 51}, "51 of 50"),
+        ({"norm_before_fc": True, "fc_norm": True}, "--norm-before-fc, --fc-norm.* exclude each other"),
+    ],
 )
 def test_sizes_that_cannot_be_are_refused(sizes, message):
     """Each with the number that is wrong."""
@@ -141,7 +146,16 @@ def test_bfloat16_master_updates_are_not_lost():
 
 
 @pytest.mark.parametrize(
-    "flags", [{}, {"norm_before_residual": False}, {"norm_output": True}, {"num_kv_heads": 4}], ids=str
+    "flags",
+    [
+        {},
+        {"norm_before_residual": False},
+        {"norm_output": True},
+        {"norm_before_fc": True, "norm_output": True},
+        {"fc_norm": True},
+        {"num_kv_heads": 4},
+    ],
+    ids=str,
 )
 def test_speculators_model_computes_the_same(flags):
     """Our weights in speculators' Eagle3DraftModel, by name: the KL of every row at every step that both supervise."""

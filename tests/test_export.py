@@ -16,7 +16,7 @@ from training_run import LAYER_IDS, draft_vocab
 from eagle3 import export as module
 from eagle3 import exported, files
 from eagle3.batches import PackedBatch
-from eagle3.draft import Draft, DraftConfig, Teacher, embedding
+from eagle3.draft import NORM_FLAGS, Draft, DraftConfig, Teacher, embedding
 from eagle3.export import export, tensors
 from eagle3.initial import InitialDraft
 from eagle3.target import Target
@@ -170,6 +170,8 @@ def speculators_losses(folder, sample, steps):
         (draft_vocab(), {}),
         (DraftVocab(512), {"norm_before_residual": False}),
         (draft_vocab(), {"rope": YARN, "num_kv_heads": 1, "norm_output": True}),
+        (draft_vocab(), {"norm_before_fc": True, "norm_output": True}),
+        (draft_vocab(), {"norm_before_residual": False, "fc_norm": True}),
     ],
 )
 def test_speculators_computes_the_same_from_the_export(tiny_llama, tmp_path, sample, vocab, overrides):
@@ -198,7 +200,9 @@ def test_a_draft_can_be_the_start_of_another(tiny_llama, tmp_path):
     )
     for folder, normed in (("ours", True), ("eagle", False)):
         initial = InitialDraft.open(tmp_path / folder, LAYER_IDS, target.num_layers)
-        assert initial.norm_before_residual is normed
+        assert initial.flags == {
+            "norm_before_residual": normed, "norm_before_fc": False, "fc_norm": False, "norm_output": False
+        }  # fmt: skip
         _, other, _ = new_draft(tiny_llama, draft_vocab())
         if folder == "ours":
             other = Draft.create(draft.config, draft.embed_tokens.weight.detach(), torch.zeros(512, 64))
@@ -273,7 +277,7 @@ def reconfigured(**changes):
         (rewritten(d2t=torch.zeros(400, dtype=torch.int32)), "d2t is I32"),
         (rewritten(d2t=torch.zeros(400, dtype=torch.int64)), "d2t and t2d name different tokens"),
         (rewritten(**{"norm.weight": torch.zeros(64, dtype=torch.int64)}), r"norm\.weight is I64"),
-        (reconfigured(fc_norm=None), r"fc_norm must be false, it is None"),
+        (reconfigured(fc_norm=None), r"fc_norm must be true or false, it is None"),
         (reconfigured(norm_before_residual="yes"), r"norm_before_residual must be true or false, it is 'yes'"),
         (
             reconfigured(eagle_aux_hidden_state_layer_ids=[2, 3, 5, 6]),
@@ -297,7 +301,7 @@ def test_without_speculators_the_rest_is_checked_and_that_is_said(tiny_llama, tm
     monkeypatch.setattr(exported, "find_spec", lambda name: None)
     assert published(tiny_llama, tmp_path / "draft") == exported.NO_SPECULATORS
     with pytest.raises(RuntimeError, match="fc_norm"):
-        published(tiny_llama, tmp_path / "draft", reconfigured(fc_norm=True))
+        published(tiny_llama, tmp_path / "draft", reconfigured(fc_norm=None))
 
 
 def test_reading_an_export_back_leaves_the_random_state_alone(tiny_llama, tmp_path):
@@ -320,16 +324,25 @@ def test_a_draft_names_its_target(tiny_llama, tiny_kimi, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "vocab", [draft_vocab(), pytest.param(DraftVocab(512), marks=pytest.mark.slow)], ids=["reduced", "full"]
+    ("vocab", "overrides"),
+    [
+        (draft_vocab(), {"norm_before_fc": True, "norm_output": True}),
+        pytest.param(DraftVocab(512), {"fc_norm": True}, marks=pytest.mark.slow),
+        pytest.param(draft_vocab(), {"norm_before_residual": False}, marks=pytest.mark.slow),
+    ],
+    ids=["normed together", "normed each, full vocabulary", "not normed"],
 )
-def test_vllms_own_draft_model_takes_the_export(tiny_llama, tmp_path, vocab):
-    """Its Eagle3LlamaForCausalLM, built without memory or engine, loads every tensor and misses none."""
-    target, draft, _ = new_draft(tiny_llama, vocab)
+def test_vllms_own_draft_model_takes_the_export(tiny_llama, tmp_path, vocab, overrides):
+    """Its Eagle3LlamaForCausalLM, built without memory or engine, reads every flag as we meant it, loads every tensor
+    and misses none."""
+    target, draft, _ = new_draft(tiny_llama, vocab, **overrides)
     export(tmp_path / "draft", draft, target, vocab, LAYER_IDS, 3)
     script = Path(__file__).with_name("vllm_draft.py")
     command = [sys.executable, script, tiny_llama, tmp_path / "draft"]
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
     assert found["missing"] == [] and found["layers"] == [2, 3, 5]
-    assert found["flags"] == {"norm_before_residual": True, "norm_before_fc": False, "norm_output": False}
+    assert found["flags"] == {flag: getattr(draft.config, flag) for flag in NORM_FLAGS}
+    assert ("model.input_norm.weight" in found["shapes"]) == draft.config.norm_before_fc
+    assert ("model.fc_norm.2.weight" in found["shapes"]) == draft.config.fc_norm
     assert found["shapes"]["model.fc.weight"] == [64, 192]
     assert ("draft_id_to_target_id" in found["shapes"]) == (vocab.ids is not None)

@@ -27,7 +27,12 @@ CASES = {
         "lk",
         {"train_head": True},
     ),
-    "norm_output, head_dim 24": ({"norm_output": True, "head_dim": 24}, ["0011111", "0111"], "ce", {}),
+    "norm_output, head_dim 24, normed before fc": (
+        {"norm_output": True, "head_dim": 24, "norm_before_fc": True},
+        ["0011111", "0111"],
+        "ce",
+        {},
+    ),
 }
 
 

@@ -21,6 +21,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 from vllm.model_executor.models.utils import AutoWeightsLoader
 
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
 
 def main() -> None:
     target, draft = sys.argv[1:]
@@ -41,7 +43,7 @@ def main() -> None:
                 "shapes": {name: list(p.shape) for name, p in model.named_parameters()},
                 "missing": sorted({n for n, _ in model.named_parameters()} - loaded),
                 "layers": served.eagle_aux_hidden_state_layer_ids,
-                "flags": {k: getattr(served, k) for k in ("norm_before_residual", "norm_before_fc", "norm_output")},
+                "flags": {k: getattr(served, k) for k in FLAGS},
             }
         )
     )
