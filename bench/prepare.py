@@ -5,8 +5,9 @@
     python bench/prepare.py --model-path data/targets/tiny_kimi --trust-remote-code --memory-rows 10000 1000000
 
 Prints tokens per second of CPU time for the whole stage in one process (read, parse, render, tokenise, write) and for
-the bare loop, the same for conversations of more and more short turns, and on demand the largest memory of any process
-over the number of rows.
+the bare loop, and per second of wall time for the stage with a worker on each core, once they have started. Then the
+same for conversations of more and more short turns, and on demand the largest memory of any process over the number of
+rows.
 """
 
 import argparse
@@ -18,27 +19,29 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from eagle3 import chat, conversations, prepare, prepared  # noqa: E402
+from eagle3 import chat, conversations, files, prepare, prepared  # noqa: E402
 from eagle3.target import Target  # noqa: E402
 from eagle3.tokenizer import is_tiktoken  # noqa: E402
 
 ROUNDS = 3
-MAX_SEQ_LEN = 8192
+MAX_SEQ_LEN = 1 << 18  # nothing is cut, so that all loops tokenise the same text
+MORE_ROWS = 10  # times as many for the workers
 TURNS = (50, 100, 200, 400)
 
 
 def random_rows(
-    number: int, question_words: int, answer_words: int, turns: tuple[int, ...]
+    number: int, question_words: int, answer_words: int, turns: tuple[int, ...], seed: int = 0
 ) -> Iterator[dict[str, Any]]:
     """Conversations of words drawn from the tiny corpus, the same on every run."""
     words = (ROOT / "data/tiny_corpus.txt").read_text().split()
-    draw = random.Random(0)
+    draw = random.Random(seed)
     for _ in range(number):
         yield {
             "messages": [
@@ -99,20 +102,35 @@ def bare_loops(model: chat.Chat, texts: list[str]) -> dict[str, Callable[[], obj
 
 
 def speed(args: argparse.Namespace, model: chat.Chat, folder: Path) -> None:
-    """Tokens/s of the stage and of the bare loops, in one process."""
-    path = write_rows(folder / "in.jsonl", random_rows(args.rows, 100, args.answer_words, (1, 1, 2, 3)))
+    """Tokens/s of the stage and of the bare loops."""
+    shape = (100, args.answer_words, (1, 1, 2, 3))
+    path = write_rows(folder / "in.jsonl", random_rows(args.rows, *shape))
+    more = write_rows(folder / "more.jsonl", random_rows(MORE_ROWS * args.rows, *shape, seed=1))
     plan = make_plan(args, model, path, folder)
     seconds = best_seconds(lambda: prepare.run(plan))
     rows = list(prepared.read_rows(plan.output / prepared.DATA))
     tokens = sum(len(row.input_ids) for row in rows)
     texts = [model.decode(row.input_ids.tolist()) for row in rows]
-    ours = tokens / seconds
-    print(
-        f"{'01_prepare_data.py, one process':<45} {ours:>12,.0f} tokens/s  ({tokens:,} tokens, {len(rows):,} samples)"
-    )
+    cores = len(os.sched_getaffinity(0))
+    one, all_cores = tokens / seconds, workers_rate(replace(plan, workers=cores), more)
+    size = f"{tokens:,} tokens, {len(rows):,} samples"
+    print(f"{'01_prepare_data.py, one process':<45} {one:>12,.0f} tokens/s  ({size})")
+    print(f"{f'01_prepare_data.py, {cores} workers':<45} {all_cores:>12,.0f} tokens/s")
     for name, loop in bare_loops(model, texts).items():
         bare = tokens / best_seconds(loop)
-        print(f"{name:<45} {bare:>12,.0f} tokens/s  ratio {ours / bare:.2f}")
+        print(f"{name:<45} {bare:>12,.0f} tokens/s  ratio {one / bare:.2f}, of {cores} workers {all_cores / bare:.2f}")
+
+
+def workers_rate(plan: prepare.Plan, more: Path) -> float:
+    """Tokens/s of wall time of the plan's workers, without their start: what `more` rows take on top."""
+    done = []
+    for inputs in (plan.inputs, [*plan.inputs, more]):
+        start = time.perf_counter()
+        prepare.run(replace(plan, inputs=inputs))
+        tokens = files.read_json(plan.output / prepared.METADATA)["statistics"]["tokens"]
+        done.append((tokens, time.perf_counter() - start))
+    (some_tokens, some_seconds), (all_tokens, all_seconds) = done
+    return (all_tokens - some_tokens) / (all_seconds - some_seconds)
 
 
 def long_conversations(model: chat.Chat) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 from eagle3.target import Target
 
 HARD_TEXT = "Grüße <think>你好</think> 🤷🏽‍♀️ 司马 é\n\n\n  x\t'll 1234567 \n"
-LONGEST_RUN = 20_000  # characters up to which an encoding is shown not to depend on the length of the text
-RUNS = ("a" * LONGEST_RUN, " " * LONGEST_RUN)
+# Characters, all of them whitespace or none, and characters in all, on whose number an encoding is shown not to depend.
+LONGEST_RUN, LONGEST_TEXT = 20_000, 100_000
+WORDS = "x" + " the" * (LONGEST_TEXT // 4)  # each one token, so that no cut is between two both here and one further
+LONG = ("a" * LONGEST_RUN, " " * LONGEST_RUN, WORDS[:-1], WORDS[1:])
 GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
@@ -80,15 +82,23 @@ def encoder(tokenizer: Any, control_tokens: Iterable[str]) -> Callable[[str], li
         return tokenizer.encode(text)
 
     def direct(text: str) -> list[int]:
-        return tokenizer.model.encode(text, allowed_special="all") if len(text) <= LONGEST_RUN else bare(text)
+        return tokenizer.model.encode(text, allowed_special="all") if _is_short(text) else bare(text)
 
     def backend(text: str) -> list[int]:
         return tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     tokens = [*map(str, tokenizer.added_tokens_decoder.values()), *control_tokens]
-    probes = (HARD_TEXT + "".join(tokens), *RUNS)
+    probes = (HARD_TEXT + "".join(tokens), *LONG)
     quick = [backend] if tokenizer.is_fast else [direct, bare] if is_tiktoken(tokenizer) else [bare]
     return next((encode for encode in quick if all(encode(t) == whole(t) for t in probes)), whole)
+
+
+def _is_short(text: str) -> bool:
+    """Whether neither the text nor a run in it is too long: a run that is would fill a block of half its length."""
+    block = LONGEST_RUN // 2
+    starts = range(0, len(text) - block + 1, block)
+    words = (text[start : start + block].split(maxsplit=1) for start in starts)
+    return len(text) <= LONGEST_RUN or (len(text) <= LONGEST_TEXT and all(w and len(w[0]) < block for w in words))
 
 
 def is_tiktoken(tokenizer: Any) -> bool:

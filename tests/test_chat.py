@@ -10,11 +10,14 @@ import pytest
 from chat_targets import CASES, EXPECTED, GOLDEN, TARGETS, TOOLS, assistant, target_folder, user
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from jinja2.exceptions import SecurityError
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from eagle3 import chat
 from eagle3.conversations import Conversation, Drop, Raw, parse
 from eagle3.target import Target
+from eagle3.tokenizer import encoder
 from tests import stages
 
 LOCAL = [name for name in TARGETS if name != "smollm2"]
@@ -136,6 +139,28 @@ class TestD2Tokenizer:
         assert calls == [20_001, 60_006, 60_000, 450_000]
         whole = kimi.tokenizer.model.encode("x" + "river" * 12_001, allowed_special="all")
         assert whole != kimi.encode("x" + "river" * 12_001), "a run that is cut has other ids, so the length matters"
+
+    def test_long_texts_without_long_runs_are_encoded_by_tiktoken_alone(self):
+        """Up to 100,000 characters, as thinking answers have, if no run is longer than 20,000; the ids are its own."""
+        kimi, calls = loaded("kimi"), []
+        own = kimi.tokenizer.encode
+        words, run = "a river\n" * 12_500, "x" * 20_001
+        short = (words, words[:60_000] + "x" * 9_999, words[5:-7], "é " * 30_000, "x " + words[:20_001])
+        long = (words + "x", words[:50_000] + run, run + words[:50_000], words[:7] + " " * 20_001 + words[:9_999])
+        with mock.patch.object(kimi.tokenizer, "encode", lambda t: calls.append(t) or own(t)):
+            assert all(kimi.encode(text) == own(text) for text in (*short, *long))
+        assert calls == list(long)
+
+    @pytest.mark.parametrize("cut", [*range(60_000, 60_004), 99_990])
+    def test_a_class_that_cuts_long_texts_is_not_passed_by(self, cut):
+        """Wherever a tokenizer class cuts a text of up to 100,000 characters, its own encode is called."""
+        tokenizer = loaded("kimi").tokenizer
+        own = tokenizer.encode
+        pieces = lambda t: [t[at : at + cut] for at in range(0, len(t), cut)]  # noqa: E731
+        with mock.patch.object(tokenizer, "encode", lambda t, **kw: [i for piece in pieces(t) for i in own(piece)]):
+            encode = encoder(tokenizer, loaded("kimi").control_tokens)
+        assert encode.__name__ == "bare"
+        assert encoder(tokenizer, loaded("kimi").control_tokens).__name__ == "direct"
 
     def test_remote_code_not_trusted(self):
         """Transformers would convert it silently; the flag is named instead."""
@@ -394,6 +419,23 @@ def test_generation_tags_are_compared(tmp_path, tagged, warned):
     )
     described = chat.load(Target.open(folder), False).describe()
     assert ("WARNING: its generation tags mark 'assistant" in described) == warned
+
+
+def test_what_the_sandbox_refuses_stays_refused():
+    """A template may read exactly the attributes that jinja's own sandbox lets it read, at the first time and later."""
+    environment = _compile_jinja_template(loaded("kimi").tokenizer.get_chat_template()).environment
+    function, generator = conversation, (x for x in ())
+    owners = ({}, [], set(), "x", 1, dict, len, function, function.__code__, generator, object(), "x".format)
+    for owner in owners:
+        for name in {*dir(owner), "mro", "_x"}:
+            value = getattr(owner, name, None)
+            allowed = type(environment).is_safe_attribute(environment, owner, name, value)
+            assert [environment.is_safe_attribute(owner, name, value) for _ in range(2)] == [allowed] * 2
+    for _ in range(2):
+        assert environment.from_string("{{ m.get('a') }}").render(m={"a": 1}) == "1"
+        for attack in ("m.update({})", "m.__class__.__mro__"):
+            with pytest.raises(SecurityError):
+                environment.from_string(f"{{{{ {attack} }}}}").render(m={})
 
 
 def test_no_template_is_refused(tmp_path: Path):
