@@ -181,15 +181,14 @@ class Draft(nn.Module):
         embedding: torch.Tensor,
         head_rows: torch.Tensor,
         *,
-        final_norm: torch.Tensor | None = None,
         train_head: bool = False,
         train_embedding: bool = False,
         compute_dtype: torch.dtype | None = None,
     ) -> Self:
         """A new draft around the target's `embedding` [V, H] and `head_rows` [D, H] (its rows of the draft vocabulary).
 
-        Matrices start normal with `initial_std` from torch's global generator; norms at one, except the last, which
-        starts as the target's `final_norm` [H], since it feeds the target's head.
+        Matrices start normal with `initial_std` from torch's global generator, norms at one, and fc as what passes on
+        the last of the three states: the residual stream then begins in the space that the target's head reads.
         """
         _check_shape("embedding", embedding, (config.target_vocab_size, config.hidden_size))
         _check_shape("head_rows", head_rows, (config.draft_vocab_size, config.hidden_size))
@@ -201,8 +200,8 @@ class Draft(nn.Module):
             weight = torch.empty_like(module.weight, device=embedding.device, dtype=torch.float32)
             nn.init.ones_(weight) if weight.ndim == 1 else nn.init.normal_(weight, std=initial_std(weight.shape[1]))
             module.weight = nn.Parameter(weight)
-        if final_norm is not None:
-            draft.norm.weight.data.copy_(final_norm)
+        nn.init.zeros_(draft.fc.weight)
+        nn.init.eye_(draft.fc.weight[:, -config.hidden_size :])
         return draft
 
     @property

@@ -334,7 +334,7 @@ def build(run: Run, device: torch.device) -> tuple[Draft, Teacher]:
     teacher = Teacher.for_target(run.target, run.states.vocab).to(device)
     rows = embedding(run.target).to(device)
     train_head = run.settings.train_head
-    draft = Draft.create(config, rows, teacher.head, final_norm=teacher.norm, train_head=train_head)
+    draft = Draft.create(config, rows, teacher.head, train_head=train_head)
     return draft, teacher
 
 

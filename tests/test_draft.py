@@ -104,16 +104,22 @@ def test_yarn_of_kimi_leaves_the_scale_of_attention_alone():
 
 
 def test_frozen_weights_are_shared_and_trained_ones_are_masters():
-    """A frozen head is the given tensor itself; a trained one an fp32 copy; norms start at one, the last as given."""
+    """A frozen head is the given tensor itself; a trained one an fp32 copy."""
     config = small_config()
     embedding, head = torch.randn(50, 24, dtype=torch.bfloat16), torch.randn(30, 24, dtype=torch.bfloat16)
-    norm = torch.rand(24)
-    frozen = Draft.create(config, embedding, head, final_norm=norm)
+    frozen = Draft.create(config, embedding, head)
     assert frozen.lm_head.weight.data_ptr() == head.data_ptr() and not frozen.lm_head.weight.requires_grad
     trained = Draft.create(config, embedding, head, train_head=True)
     assert trained.lm_head.weight.dtype == torch.float32 and trained.lm_head.weight.requires_grad
-    assert torch.equal(frozen.norm.weight, norm) and torch.equal(trained.norm.weight, torch.ones(24))
     assert all(p.dtype == torch.float32 for p in trained.parameters() if p.requires_grad)
+
+
+def test_a_new_draft_passes_on_the_last_of_the_three_states():
+    """fc [H, 3H] is (0, 0, identity), every norm is one, and the other matrices are random."""
+    draft = Draft.create(small_config(fc_norm=True), torch.randn(50, 24), torch.randn(30, 24))
+    assert torch.equal(draft.fc.weight, torch.cat([torch.zeros(24, 48), torch.eye(24)], 1))
+    trained = {name: p for name, p in draft.named_parameters() if p.requires_grad and name != "fc.weight"}
+    assert all((p == 1).all() if p.ndim == 1 else p.std() > 0 for p in trained.values())
 
 
 def test_weights_have_the_exported_names():

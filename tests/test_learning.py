@@ -77,7 +77,7 @@ def test_with_equal_weights_each_row_has_the_same_loss_at_each_step(states, conv
     case = train_step.Case(config, len(order), LENGTH, 4, 2 / 3, torch.device("cpu"), torch.float32)
     torch.manual_seed(0)
     teacher = Teacher.for_target(target, states.vocab)
-    draft = Draft.create(config, embedding(target).float(), teacher.head, final_norm=teacher.norm)
+    draft = Draft.create(config, embedding(target).float(), teacher.head)
     dataset = their_dataset(states, converted, "train")
     collate = CollateFn(case.tokens, config.hidden_size, dtype=torch.float32, preprocess=shift_batch)
     batch = collate([dataset[i] for i in range(len(order))])

@@ -231,7 +231,7 @@ def test_a_run_that_learns_lowers_its_loss_and_exports_its_best(uninterrupted):
     """The export stands beside the run's best checkpoint, which is kept."""
     losses = [entry["loss"] for entry in records(uninterrupted.folder).values()]
     assert all(entry["tflops"] > 0 and entry["mfu"] is None for entry in records(uninterrupted.folder).values())
-    assert losses[-1] < 0.9 * losses[0]
+    assert losses[-1] < 0.95 * losses[0]
     evaluated = records(uninterrupted.folder, "eval")
     lengths = {step: entry["acceptance_length"] for step, entry in evaluated.items()}
     position = uninterrupted.position()
