@@ -25,7 +25,7 @@ else:
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-CHECKED_TOGETHER = 64  # samples: their logits read the whole output head, as many or as few as they are
+CHECKED_TOGETHER = 32  # samples: their logits read the whole output head, as many or as few as they are
 
 
 class HiddenStatesWorker(PlatformWorker):
@@ -93,14 +93,8 @@ class HiddenStatesWorker(PlatformWorker):
         if ended:
             last_rows = self._on_device([s.stop - 1 for s in ended])
             recomputed = self.route.decoder.norm(layers[-1][last_rows])
-            self.ended.append(
-                capture.Ended(
-                    [s.request.request_id for s in ended],
-                    [s.request.sample_id for s in ended],
-                    recomputed,
-                    state.hidden_states[last_rows],
-                )
-            )
+            requests = [s.request for s in ended]
+            self.ended.append(capture.Ended(requests, recomputed, state.hidden_states[last_rows]))
 
     def _on_device(self, numbers: list[int]) -> torch.Tensor:
         """As an index on the device, without waiting for what the device is at work on."""
@@ -113,7 +107,7 @@ class HiddenStatesWorker(PlatformWorker):
             output = output.get_output()
         if self.ended and not self.ended[-1].tokens:
             self.ended[-1].found(output.req_ids, output.sampled_token_ids)
-        if sum(len(part.names) for part in self.ended) >= CHECKED_TOGETHER:
+        if sum(len(part.requests) for part in self.ended) >= CHECKED_TOGETHER:
             self._prepare_check()
         return output
 
@@ -137,7 +131,10 @@ class HiddenStatesWorker(PlatformWorker):
         if self.check is not None:
             (ended, logits), self.check = self.check, None
             with torch.cuda.stream(self.check_stream):  # of its own: the engine's is busy. Nothing on a CPU (None)
-                selfcheck.compare(self.tally, ended.names, ended.recomputed, ended.final_rows, logits, ended.tokens)
+                names = [request.sample_id for request in ended.requests]
+                selfcheck.compare(self.tally, names, ended.recomputed, ended.final_rows, logits, ended.tokens)
+            if not self.tally.faults:
+                self.sink.checked(ended.requests)
 
     # Called by the driver through collective_rpc.
 
@@ -148,15 +145,16 @@ class HiddenStatesWorker(PlatformWorker):
 
     def capture_status(self) -> dict[str, Any] | None:
         """What rank 0 has done: see ShardSink.status; the self-check's line and faults besides. None on other ranks."""
-        if self.ended:
-            self._prepare_check()
-        self._settle()
         if self.sink is None:
             return None
         status = self.sink.status()
         return status | {"check": self.tally.line(), "faults": self.tally.faults + status["faults"]}
 
     def close_capture(self) -> None:
-        """Wait for the writers, then remove the temporary files of unfinished shards."""
+        """Check what is left, wait for the writers, then remove the temporary files of unfinished shards."""
+        self._settle()
+        if self.ended:
+            self._prepare_check()
+            self._settle()
         if self.sink is not None:
             self.sink.close()

@@ -107,8 +107,7 @@ class RequestTracker:
 class Ended:
     """Samples whose prompt ended in a step, for the self-check (see selfcheck.compare); `tokens` once sampled."""
 
-    request_ids: list[str]
-    names: list[str]
+    requests: list[Request]
     recomputed: torch.Tensor
     final_rows: torch.Tensor
     tokens: list[int] = field(default_factory=list)
@@ -117,8 +116,7 @@ class Ended:
     def joined(cls, parts: Sequence["Ended"]) -> "Ended":
         """Those of several steps as one."""
         return cls(
-            [i for part in parts for i in part.request_ids],
-            [name for part in parts for name in part.names],
+            [request for part in parts for request in part.requests],
             torch.cat([part.recomputed for part in parts]),
             torch.cat([part.final_rows for part in parts]),
             [token for part in parts for token in part.tokens],
@@ -127,7 +125,7 @@ class Ended:
     def found(self, request_ids: Sequence[str], sampled: Sequence[Sequence[int]]) -> None:
         """Note each sample's token, of what the whole step sampled."""
         of = dict(zip(request_ids, sampled, strict=True))
-        self.tokens = [int(of[request_id][0]) for request_id in self.request_ids]
+        self.tokens = [int(of[request.request_id][0]) for request in self.requests]
 
 
 @dataclass(frozen=True)

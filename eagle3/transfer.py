@@ -13,7 +13,7 @@ from queue import SimpleQueue
 
 import torch
 
-from eagle3.shards import ShardFormat, ShardWriter, quantise_fp8
+from eagle3.shards import ShardFormat, ShardWriter, largest_values, quantise_fp8
 
 SLOTS = 3  # one filling, one in flight, one being written
 WRITER_THREADS = 8
@@ -97,7 +97,7 @@ class Transfer:
     def _fill(self, states: torch.Tensor, slot: Slot) -> None:
         rows = len(states)
         if slot.scale is None:
-            largest = states.abs().amax(-1)  # not finite where one is not; isfinite of all takes far longer
+            largest = largest_values(states)
         else:
             states, largest = quantise_fp8(states)
             slot.scale[:rows].copy_(largest, non_blocking=True)
@@ -124,8 +124,7 @@ class Transfer:
                     self.rows_written += piece.stop - piece.start
                 done(piece.writer)
         except BaseException as error:
-            traceback.print_exc()
-            self.errors.append(error)
+            self.fail(error)
         finally:
             with self._lock:
                 remaining[0] -= 1
@@ -141,6 +140,11 @@ class Transfer:
             raise ValueError(f"sample {name!r}: the captured states are not all finite")
         scale = None if slot.scale is None else slot.scale[rows]
         piece.writer.write(piece.sample, piece.row, slot.states[rows], scale)
+
+    def fail(self, error: BaseException) -> None:
+        """Called where `error` is handled: print its traceback, and write nothing any more."""
+        traceback.print_exc()
+        self.errors.append(error)
 
     def drain(self) -> None:
         """Send what is staged and wait until everything is written."""

@@ -73,6 +73,7 @@ class Replay:
                 ended.append(request)
         self.sink.stage(torch.cat(rows), spans)
         self.sink.send()
+        self.sink.checked(ended)
         return [
             SimpleNamespace(request_id=r.request_id, finished=True, prompt_token_ids=range(r.length)) for r in ended
         ]
