@@ -58,11 +58,11 @@ def role_alias(text: str) -> tuple[str, str]:
 
 def check(args: argparse.Namespace) -> "Plan":
     """Everything that can be refused before the rows are read."""
-    from eagle3 import chat, conversations, prepare
+    from eagle3 import chat, prepare, sources
     from eagle3.target import Target
 
     target = Target.open(args.model_path)
-    inputs = conversations.expand(args.input)
+    inputs = sources.expand(args.input)
     if empty := [p for p in inputs if p.is_file() and p.stat().st_size == 0]:
         raise ValueError(f"--input {empty[0]}: the file is empty")
     settings = prepare.Settings(

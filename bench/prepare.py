@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from eagle3 import chat, conversations, files, prepare, prepared  # noqa: E402
+from eagle3.sources import Raw  # noqa: E402
 from eagle3.target import Target  # noqa: E402
 from eagle3.tokenizer import is_tiktoken  # noqa: E402
 
@@ -137,7 +138,7 @@ def long_conversations(model: chat.Chat) -> None:
     """Tokens/s over the number of turns; level when the work is linear."""
     for turns in TURNS:
         (row,) = random_rows(1, 10, 10, (turns // 2,))
-        row = conversations.parse(conversations.Raw("bench", 1, row))
+        row = conversations.parse(Raw("bench", 1, row))
         tokens = sum(len(s.input_ids) for s in model.samples(row, 1 << 20).samples)
         seconds = best_seconds(lambda row=row: model.samples(row, 1 << 20))
         print(f"one conversation of {turns} short turns {tokens / seconds:>21,.0f} tokens/s  ({tokens:,} tokens)")

@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from eagle3 import conversations, files
+from eagle3 import conversations, files, sources
 from eagle3.chat import Chat
 from eagle3.conversations import Drop, Drops, Message
 
@@ -49,7 +49,7 @@ def locate(asked: Sequence[Path]) -> dict[str, Path]:
 
 def _benchmark_of(path: Path) -> tuple[str, Path]:
     if path.exists():
-        conversations.expand([path], "--prompts")  # refuses a folder without files
+        sources.expand([path], "--prompts")  # refuses a folder without files
         return _stem(path), path
     if str(path) not in NAMES:
         raise ValueError(f"--prompts {path}: no such file (give a path, or one of {', '.join(NAMES)})")
@@ -63,7 +63,7 @@ def _benchmark_of(path: Path) -> tuple[str, Path]:
 
 def _stem(path: Path) -> str:
     """`a` of a.jsonl and of a.jsonl.gz."""
-    while path.suffix.lower() in (*conversations.SUFFIXES, ".gz", ".zst"):
+    while path.suffix.lower() in (*sources.SUFFIXES, ".gz", ".zst"):
         path = path.with_suffix("")
     return path.name
 

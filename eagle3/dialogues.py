@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagle3 import conversations
+from eagle3 import conversations, sources
 from eagle3.chat import Chat
 from eagle3.conversations import Drop, Drops, Message
+from eagle3.sources import Raw
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ def read(inputs: Iterable[Path], chat: Chat, room: int, limit: int | None, drops
     Another conversation under the id of an earlier one gets an id of its own.
     """
     seen: dict[str, str] = {}
-    for path in conversations.expand(inputs):
-        for raw in conversations.read_raw(path):
+    for path in sources.expand(inputs):
+        for raw in sources.read_raw(path):
             if len(seen) == limit:
                 return
             try:
@@ -92,7 +93,7 @@ def read(inputs: Iterable[Path], chat: Chat, room: int, limit: int | None, drops
             yield dialogue
 
 
-def _dialogue(raw: conversations.Raw, chat: Chat, room: int) -> Dialogue:
+def _dialogue(raw: Raw, chat: Chat, room: int) -> Dialogue:
     row = conversations.parse(raw)
     if isinstance(row, conversations.Tokens):
         raise Drop("unknown_format", "token ids are no prompt")

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from eagle3 import chat, conversations, dialogues, engine, files, runs, server
+from eagle3 import chat, dialogues, engine, files, runs, server, sources
 from eagle3.conversations import Drops
 from eagle3.dialogues import Answer, Dialogue
 from eagle3.progress import Progress
@@ -88,7 +88,7 @@ class Generation:
 
 def plan_generation(options: Options, *, overwrite: bool = False) -> Generation:
     """Read and render the prompts and check them against the target. ValueError names what does not fit."""
-    files.check_file("--output", options.output, conversations.expand(options.input))
+    files.check_file("--output", options.output, sources.expand(options.input))
     target = Target.open(options.model_path)
     model_chat = chat.load(target, options.trust_remote_code, options.chat_template_kwargs)
     connected = server.connect(options.base_url) if options.base_url else None
@@ -104,7 +104,7 @@ def plan_generation(options: Options, *, overwrite: bool = False) -> Generation:
     settings = {
         "format": FORMAT,
         "target": target.fingerprint,
-        "inputs": [conversations.input_hash(path) for path in conversations.expand(options.input)],
+        "inputs": [sources.input_hash(path) for path in sources.expand(options.input)],
         **{k: v for k, v in asdict(options).items() if k in ("max_tokens", "temperature", "top_p", "seed", "limit")},
         "keep_cut": options.keep_cut,
         "chat_template_kwargs": options.chat_template_kwargs,

@@ -23,9 +23,10 @@ from typing import IO, Any
 
 import numpy as np
 
-from eagle3 import __version__, chat, conversations, files, prepared, report, runs, vocab
-from eagle3.conversations import Drop, Drops, Raw
+from eagle3 import __version__, chat, conversations, files, prepared, report, runs, sources, vocab
+from eagle3.conversations import Drop, Drops
 from eagle3.progress import Progress
+from eagle3.sources import Raw
 from eagle3.status import Status
 from eagle3.target import Target
 
@@ -70,7 +71,7 @@ class Plan:
         inputs: dict[str, str] = {}
         for path in self.inputs:
             name = path.name if path.name not in inputs else f"{path.name} ({len(inputs) + 1})"
-            inputs[name] = conversations.input_hash(path)
+            inputs[name] = sources.input_hash(path)
         return {
             "target": self.target.fingerprint,
             "settings": asdict(self.settings),
@@ -329,7 +330,7 @@ def _formats(path: Path, settings: Settings) -> str:
     if settings.format != "auto":
         return settings.format
     found = {}
-    for raw in islice(conversations.read_raw(path), CHUNK_ROWS):
+    for raw in islice(sources.read_raw(path), CHUNK_ROWS):
         try:
             found[conversations.parse(raw, roles=conversations.ROLES | settings.roles).format] = True
         except Drop as drop:
@@ -448,7 +449,7 @@ def _chunks(inputs: list[Path]) -> Iterator[tuple[float, list[Raw]]]:
     sizes = [max(p.stat().st_size, 1) for p in inputs]
     before = 0
     for path, size in zip(inputs, sizes, strict=True):
-        rows = conversations.read_raw(path)
+        rows = sources.read_raw(path)
         while chunk := list(islice(rows, CHUNK_ROWS)):
             yield (before + chunk[-1].read * size) / sum(sizes), chunk
         before += size

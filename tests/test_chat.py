@@ -15,7 +15,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from eagle3 import chat
-from eagle3.conversations import Conversation, Drop, Raw, parse
+from eagle3.conversations import Conversation, Drop, parse
+from eagle3.sources import Raw
 from eagle3.target import Target
 from eagle3.tokenizer import encoder
 from tests import stages

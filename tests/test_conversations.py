@@ -12,15 +12,13 @@ from eagle3.conversations import (
     Conversation,
     Drop,
     Drops,
-    Raw,
     Tokens,
     detect,
-    expand,
     parse,
     read_prompts,
-    read_raw,
     split_reasoning,
 )
+from eagle3.sources import Raw, expand, read_raw
 
 HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 
@@ -246,7 +244,7 @@ def test_files_of_every_kind(tmp_path):
 
 def test_array_elements_across_chunks(tmp_path):
     """An array element is decoded wherever the read boundary falls; a broken array is named."""
-    from eagle3.conversations import _array_rows
+    from eagle3.sources import _array_rows
 
     path = tmp_path / "a.json"
     rows = [{"k": "é" * k, "n": k} for k in range(5)]

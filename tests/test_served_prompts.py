@@ -6,7 +6,8 @@ import pytest
 from chat_targets import TARGETS, TOOLS, assistant, target_folder, user
 
 from eagle3 import chat
-from eagle3.conversations import Raw, parse
+from eagle3.conversations import parse
+from eagle3.sources import Raw
 from eagle3.target import Target
 
 CALL = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": '{"b": 1, "a": "é"}'}}
