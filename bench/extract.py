@@ -5,8 +5,9 @@
 
 plain: vLLM's own worker, the same engine arguments. ours: states captured, checked, and whole shards written and
 flushed under --output (the time ends when the last one has its name). fp8: ours with --storage-dtype fp8. connector:
-vLLM's own `extract_hidden_states` (GPU only). Each runs in a process of its own, after a warm-up batch, `--passes`
-times over all samples, `--rounds` times in turn; the table has medians. --compile: all with the target compiled.
+vLLM's own `extract_hidden_states` (GPU only). Each is a process with an engine of its own; once all are up and warm,
+they go over all samples in turn, one at a time, `--passes` times. The table has medians, and the shares are those
+of each pass in plain's of the same round. --compile: all with the target compiled.
 
 Where --output is on a disk that is slower than prefill, ours can be no faster than the disk: its rate is measured
 before and after, with files as large as a shard. --kimi-width: random weights of a DeepseekV3 of Kimi's width (7168,
@@ -25,6 +26,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -48,21 +50,27 @@ KIMI_WIDTH = {
     },
 }  # fmt: skip
 WARM_UP = 8  # samples
+KV_CACHE_BYTES = 2 << 30  # of each engine: they stand side by side on one device
 DISK_FILES = 3
 
 
 def main() -> None:
     args = parse()
     if args.mode:
-        print("RESULT " + json.dumps(measure(args)))
+        work(args)
         return
     model = args.model_path or kimi_width()
-    results: dict[str, list[dict]] = {mode: [] for mode in args.modes}
     disk = [write_rate(args.output)]
-    for _ in range(args.rounds):
-        for mode in args.modes:
-            results[mode].append(in_own_process(mode, model))
-    report(args, results, [*disk, write_rate(args.output)])
+    workers = {mode: start_worker(mode, model) for mode in args.modes}
+    up = [mode for mode, worker in workers.items() if answer(worker)]
+    passes: dict[str, list[dict]] = {mode: [] for mode in up}
+    for _ in range(args.passes):
+        for mode in up:
+            passes[mode].append(one_pass(workers[mode]))
+    for worker in workers.values():
+        worker.stdin.close()
+        worker.wait()
+    report(args, passes, [*disk, write_rate(args.output)])
 
 
 def parse() -> argparse.Namespace:
@@ -75,8 +83,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("--batch-size", type=int, default=4)
     p.add_argument("--output", type=Path, default=Path(tempfile.gettempdir()) / "bench-extract")
     p.add_argument("--modes", nargs="+", default=["plain", "ours"], choices=["plain", "ours", "fp8", "connector"])
-    p.add_argument("--rounds", type=int, default=1)
-    p.add_argument("--passes", type=int, default=3, help="over all samples with one engine")
+    p.add_argument("--passes", type=int, default=3, help="of each mode over all samples")
     p.add_argument("--compile", action="store_true")
     p.add_argument("--mode", help=argparse.SUPPRESS)
     return p.parse_args()
@@ -88,17 +95,26 @@ def kimi_width() -> Path:
     return folder
 
 
-def in_own_process(mode: str, model: Path) -> dict:
-    """Run this script once more for one mode; its log goes to stderr."""
+def start_worker(mode: str, model: Path) -> subprocess.Popen:
+    """This script once more, for one mode; its log goes to stderr."""
     given = [a for a in sys.argv[1:] if a != "--kimi-width"]
     command = [sys.executable, __file__, *given, "--mode", mode]
     if "--model-path" not in given:
         command += ["--model-path", str(model)]
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    lines = [x for x in result.stdout.splitlines() if x.startswith("RESULT ")]
-    if result.returncode or not lines:
-        return {"mode": mode, "failed": f"exit code {result.returncode}, see the log above"}
-    return json.loads(lines[0].removeprefix("RESULT "))
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def answer(worker: subprocess.Popen) -> dict | None:
+    """The next thing that a worker has to say; None if it has ended."""
+    lines = (line for line in worker.stdout if line.startswith("RESULT "))
+    return next((json.loads(line.removeprefix("RESULT ")) for line in lines), None)
+
+
+def one_pass(worker: subprocess.Popen) -> dict:
+    print("go", file=worker.stdin, flush=True)
+    if (found := answer(worker)) is None:
+        raise RuntimeError("an engine failed, see the log above")
+    return found
 
 
 def write_rate(folder: Path) -> float:
@@ -131,30 +147,34 @@ def planned(args: argparse.Namespace) -> extract.Extraction:
     rows = [prepared.Row(f"s{i}", ids, np.ones(args.tokens, np.uint8)) for i, ids in enumerate(tokens)]
     options = extract.Options(
         model_path=args.model_path, prepared_data=Path("none"), output_dir=args.output, batch_size=args.batch_size,
-        max_seq_len=args.tokens, layer_ids=layer_ids, storage_dtype="fp8" if args.mode == "fp8" else "auto",
+        max_seq_len=args.tokens, layer_ids=layer_ids, gpu_memory_utilization=0.9 / len(args.modes),
+        storage_dtype="fp8" if args.mode == "fp8" else "auto",
         compile=args.compile, load_format="auto" if list(args.model_path.glob("*.safetensors")) else "dummy",
     )  # fmt: skip
     return extract.plan(options, target, rows, {"data_sha256": "random"})
 
 
-def measure(args: argparse.Namespace) -> dict:
-    """Seconds that one mode takes for all samples, pass by pass."""
+def work(args: argparse.Namespace) -> None:
+    """One mode: start its engine, then a pass over all samples for each line of stdin."""
     extraction = planned(args)
     clear(args.output)
     llm = START[args.mode](extraction)
-    seconds = []
     try:
         warm_up(llm, extraction)
-        for _ in range(args.passes):
-            clear(args.output)
+        say({"ready": args.mode})
+        for _ in sys.stdin:
             start = time.perf_counter()
             RUN[args.mode](llm, extraction)
-            seconds.append(time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            written = sum(p.stat().st_size for p in args.output.rglob("*") if p.is_file())
+            clear(args.output)
+            say({"seconds": seconds, "bytes": written})
     finally:
         engine.stop(llm)
-    written = sum(p.stat().st_size for p in args.output.rglob("*") if p.is_file())
-    clear(args.output)
-    return {"mode": args.mode, "seconds": seconds, "written_gb": written / 1e9}
+
+
+def say(found: dict) -> None:
+    print("RESULT " + json.dumps(found), flush=True)
 
 
 def clear(folder: Path) -> None:
@@ -182,11 +202,19 @@ def warm_up(llm: object, extraction: extract.Extraction) -> None:
         assert request.finished
 
 
+def start_engine(extraction: extract.Extraction, **changes: Any) -> object:
+    return extract.start_engine(extraction, kv_cache_memory_bytes=KV_CACHE_BYTES, **changes)
+
+
+def start_plain(extraction: extract.Extraction, **changes: Any) -> object:
+    return start_engine(extraction, worker_cls="auto", additional_config={}, **changes)
+
+
 def start_connector(extraction: extract.Extraction) -> object:
     """vLLM's own hidden-state connector over the same layers."""
     ids = [i + 1 for i in extraction.layer_ids]
-    return extract.start_engine(
-        extraction, worker_cls="auto", additional_config={},
+    return start_plain(
+        extraction,
         speculative_config={
             "method": "extract_hidden_states", "num_speculative_tokens": 1,
             "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}},
@@ -198,36 +226,32 @@ def start_connector(extraction: extract.Extraction) -> object:
     )  # fmt: skip
 
 
-def start_plain(extraction: extract.Extraction) -> object:
-    return extract.start_engine(extraction, worker_cls="auto", additional_config={})
-
-
 def run_ours(llm: object, extraction: extract.Extraction) -> None:
     everything = list(range(len(extraction.plan)))
     extract.Run(extraction, llm, Watch(extraction, everything)).over(everything)
     assert len(shards.shard_paths(extraction.folder)) == len(extraction.plan)
 
 
-START = {"plain": start_plain, "ours": extract.start_engine, "fp8": extract.start_engine, "connector": start_connector}
+START = {"plain": start_plain, "ours": start_engine, "fp8": start_engine, "connector": start_connector}
 RUN = {"plain": prefill, "ours": run_ours, "fp8": run_ours, "connector": prefill}
 
 
-def report(args: argparse.Namespace, results: dict[str, list[dict]], disk: list[float]) -> None:
+def report(args: argparse.Namespace, passes: dict[str, list[dict]], disk: list[float]) -> None:
+    tokens = args.samples * args.tokens
     print(f"{args.samples} samples x {args.tokens} tokens, {args.batch_size} a step, {engine.versions()}")
-    seconds = {mode: [s for r in runs for s in r.get("seconds", ())] for mode, runs in results.items()}
-    rates = {m: args.samples * args.tokens / statistics.median(s) for m, s in seconds.items() if s}
-    print(
-        f"{'':<10} {'tokens/s':>10}  {'lowest':>10}  {'highest':>10}  {'of plain':>8}  {'written GB':>10}  {'GB/s':>6}"
-    )
-    for mode, runs in results.items():
-        if failed := [r["failed"] for r in runs if "failed" in r]:
-            print(f"{mode:<10} failed: {failed[0]}")
+    print(f"{'':<10} {'tokens/s':>10}  {'lowest':>10}  {'highest':>10}  {'of plain':>8}  {'lowest':>7}  "
+          f"{'written GB':>10}  {'GB/s':>6}")  # fmt: skip
+    for mode in args.modes:
+        if mode not in passes:
+            print(f"{mode:<10} its engine failed, see the log above")
             continue
-        ends = [args.samples * args.tokens / f(seconds[mode]) for f in (max, min)]
-        share = rates[mode] / rates.get("plain", float("nan"))
-        gb = runs[-1]["written_gb"]
-        print(f"{mode:<10} {rates[mode]:>10,.0f}  {ends[0]:>10,.0f}  {ends[1]:>10,.0f}  {share:>8.1%}  {gb:>10.2f}  "
-              f"{gb / statistics.median(seconds[mode]):>6.2f}")  # fmt: skip
+        seconds = [p["seconds"] for p in passes[mode]]
+        plain = [p["seconds"] for p in passes.get("plain", [])] or [float("nan")] * len(seconds)
+        shares = [a / b for a, b in zip(plain, seconds, strict=True)]
+        slow, middle, fast = (f(seconds) for f in (max, statistics.median, min))
+        gb = passes[mode][-1]["bytes"] / 1e9
+        print(f"{mode:<10} {tokens / middle:>10,.0f}  {tokens / slow:>10,.0f}  {tokens / fast:>10,.0f}  "
+              f"{statistics.median(shares):>8.1%}  {min(shares):>7.1%}  {gb:>10.2f}  {gb / middle:>6.2f}")  # fmt: skip
     print(f"disk: {min(disk) / 1e9:.2f} to {max(disk) / 1e9:.2f} GB/s into {args.output}")
 
 

@@ -3,7 +3,7 @@
 A shard is published when all its rows are written and the self-check has passed all its samples.
 """
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -25,6 +25,7 @@ class ShardSink:
         self._folder, self._form = folder, form
         self._transfer = Transfer(device, form, max_rows)
         self._finishers = ThreadPoolExecutor(FINISHERS, thread_name_prefix="shard-finisher")
+        self._publishing: list[Future] = []
         self._writers: dict[int, ShardWriter] = {}
         self._unchecked: dict[int, int] = {}  # samples of each shard
         self._finished: SimpleQueue[int] = SimpleQueue()
@@ -65,7 +66,8 @@ class ShardSink:
     def close(self) -> None:
         """Wait for the writers, then remove the temporary files of unfinished shards."""
         self._transfer.drain()
-        self._finishers.shutdown()
+        wait(self._publishing)
+        self._publishing.clear()
         for writer in self._writers.values():
             writer.abandon()
 
@@ -75,7 +77,7 @@ class ShardSink:
 
     def _publish_if_ready(self, writer: ShardWriter) -> None:
         if not self._unchecked[writer.content.index] and writer.claim_finish():
-            self._finishers.submit(self._publish, writer)
+            self._publishing.append(self._finishers.submit(self._publish, writer))
 
     def _publish(self, writer: ShardWriter) -> None:
         try:

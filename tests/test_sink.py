@@ -14,14 +14,17 @@ SPANS = [Span(REQUESTS[0], 0, 0, 3), Span(REQUESTS[1], 0, 3, 8)]
 SHARED = {"layer_ids": [0, 1], "layer_convention": "x", "versions": {}, "target": {}}
 
 
-def opened(folder, dtype=torch.float32) -> ShardSink:
-    """A sink with one open shard of two samples, of 3 and 5 tokens."""
-    content = shards.ShardContent(
+def content() -> shards.ShardContent:
+    return shards.ShardContent(
         index=0, sample_ids=["s0", "s1"], offsets=np.array([0, 3, 8]), input_ids=np.arange(8, dtype=np.int32),
         loss_mask=np.ones(8, np.uint8),
     )  # fmt: skip
+
+
+def opened(folder, dtype=torch.float32) -> ShardSink:
+    """A sink with one open shard of two samples, of 3 and 5 tokens."""
     sink = ShardSink(folder, shards.ShardFormat(2, 4, dtype, SHARED), torch.device("cpu"), 8)
-    sink.open([content.message()])
+    sink.open([content().message()])
     return sink
 
 
@@ -41,6 +44,18 @@ def test_a_shard_is_published_once_it_is_written_and_checked(tmp_path):
         sink.close()
         assert sink.status() == {"finished": [0], "rows": 8, "faults": []}
         assert [p.name for p in shards.shard_paths(tmp_path / folder)] == ["shard-00000.safetensors"]
+
+
+def test_a_sink_goes_on_after_it_was_closed(tmp_path):
+    """An engine that gets several batches of shards closes after each: the next one finds everything as at first."""
+    sink = opened(tmp_path)
+    for _ in range(2):
+        take(sink, torch.ones(8, 2, 4))
+        sink.checked(REQUESTS)
+        sink.close()
+        assert sink.status()["finished"] == [0]
+        shards.shard_paths(tmp_path)[0].unlink()
+        sink.open([content().message()])
 
 
 def test_a_shard_with_an_unchecked_sample_is_not_published(tmp_path):
