@@ -63,7 +63,7 @@ def add_learning(group: argparse._ArgumentGroup) -> None:
     for flag, default, text in (
         ("--norm-before-residual", True, "the residual stream starts as the normed hidden state"),
         ("--norm-before-fc", False, "the three states are normed together before they are fused"),
-        ("--fc-norm", False, "each of the three states is normed before they are fused"),
+        ("--fc-norm", True, "each of the three states is normed before they are fused"),
         ("--norm-output", False, "the next step reads the draft's output normed"),
     ):
         add(flag, action=argparse.BooleanOptionalAction, default=default, help=text)

@@ -40,7 +40,7 @@ class DraftConfig:
     """The residual stream starts as hidden_norm(h) instead of h."""
     norm_before_fc: bool = False
     """fc reads the three states normed together, as one vector of 3H."""
-    fc_norm: bool = False
+    fc_norm: bool = True
     """fc reads each of the three states normed alone."""
     norm_output: bool = False
     """The next step reads norm(h') instead of h'."""

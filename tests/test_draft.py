@@ -70,7 +70,7 @@ def test_a_target_whose_logits_we_would_get_wrong_is_refused(extra, named, tmp_p
         ({"num_kv_heads": 3}, "num_kv_heads"),
         ({"head_dim": 7}, "even"),
         ({"draft_vocab_size": 51}, "51 of 50"),
-        ({"norm_before_fc": True, "fc_norm": True}, "--norm-before-fc, --fc-norm.* exclude each other"),
+        ({"norm_before_fc": True}, "--norm-before-fc, --fc-norm.* exclude each other"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(sizes, message):
@@ -116,7 +116,7 @@ def test_frozen_weights_are_shared_and_trained_ones_are_masters():
 
 def test_a_new_draft_passes_on_the_last_of_the_three_states():
     """fc [H, 3H] is (0, 0, identity), every norm is one, and the other matrices are random."""
-    draft = Draft.create(small_config(fc_norm=True), torch.randn(50, 24), torch.randn(30, 24))
+    draft = Draft.create(small_config(), torch.randn(50, 24), torch.randn(30, 24))
     assert torch.equal(draft.fc.weight, torch.cat([torch.zeros(24, 48), torch.eye(24)], 1))
     trained = {name: p for name, p in draft.named_parameters() if p.requires_grad and name != "fc.weight"}
     assert all((p == 1).all() if p.ndim == 1 else p.std() > 0 for p in trained.values())
@@ -128,6 +128,7 @@ def test_weights_have_the_exported_names():
     attention = [f"{layer}self_attn.{p}_proj.weight" for p in "qkvo"]
     mlp = [f"{layer}mlp.{p}_proj.weight" for p in ("gate", "up", "down")]
     norms = [f"{layer}{n}.weight" for n in ("hidden_norm", "input_layernorm", "post_attention_layernorm")]
+    norms += [f"fc_norm.{i}.weight" for i in range(3)]
     whole = ["embed_tokens.weight", "fc.weight", "norm.weight", "lm_head.weight"]
     assert set(small_draft(small_config())[0].state_dict()) == {*attention, *mlp, *norms, *whole}
 
@@ -148,7 +149,7 @@ def test_bfloat16_master_updates_are_not_lost():
         training_loss(draft, teacher, batch, weights).loss.backward()
         optimizer.step()
     norms = {n: p for n, p in draft.named_parameters() if p.ndim == 1}
-    assert len(norms) == 4 and all((p != 1).all() for p in norms.values())
+    assert len(norms) == 7 and all((p != 1).all() for p in norms.values())
 
 
 @pytest.mark.parametrize(
@@ -157,8 +158,8 @@ def test_bfloat16_master_updates_are_not_lost():
         {},
         {"norm_before_residual": False},
         {"norm_output": True},
-        {"norm_before_fc": True, "norm_output": True},
-        {"fc_norm": True},
+        {"fc_norm": False, "norm_before_fc": True, "norm_output": True},
+        {"fc_norm": False},
         {"num_kv_heads": 4},
     ],
     ids=str,

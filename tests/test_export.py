@@ -28,7 +28,8 @@ NAMES = {
     "layers.0.input_layernorm.weight",
     "layers.0.post_attention_layernorm.weight", "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight",
     "layers.0.self_attn.v_proj.weight", "layers.0.self_attn.o_proj.weight", "layers.0.mlp.gate_proj.weight",
-    "layers.0.mlp.up_proj.weight", "layers.0.mlp.down_proj.weight",
+    "layers.0.mlp.up_proj.weight", "layers.0.mlp.down_proj.weight", "fc_norm.0.weight", "fc_norm.1.weight",
+    "fc_norm.2.weight",
 }  # fmt: skip
 YARN = {
     "rope_type": "yarn", "rope_theta": 50000.0, "factor": 64.0, "original_max_position_embeddings": 4096,
@@ -66,7 +67,7 @@ def test_config_of_a_kimi_draft(tiny_kimi, tmp_path):
         "eagle_aux_hidden_state_layer_ids": [3, 31, 59],
         "norm_before_residual": True,
         "norm_before_fc": False,
-        "fc_norm": False,
+        "fc_norm": True,
         "norm_output": False,
         "embed_requires_grad": False,
         "target_hidden_size": None,
@@ -170,8 +171,8 @@ def speculators_losses(folder, sample, steps):
         (draft_vocab(), {}),
         (DraftVocab(512), {"norm_before_residual": False}),
         (draft_vocab(), {"rope": YARN, "num_kv_heads": 1, "norm_output": True}),
-        (draft_vocab(), {"norm_before_fc": True, "norm_output": True}),
-        (draft_vocab(), {"norm_before_residual": False, "fc_norm": True}),
+        (draft_vocab(), {"fc_norm": False, "norm_before_fc": True, "norm_output": True}),
+        (draft_vocab(), {"norm_before_residual": False, "fc_norm": False}),
     ],
 )
 def test_speculators_computes_the_same_from_the_export(tiny_llama, tmp_path, sample, vocab, overrides):
@@ -187,7 +188,7 @@ def test_speculators_computes_the_same_from_the_export(tiny_llama, tmp_path, sam
 
 def test_a_draft_can_be_the_start_of_another(tiny_llama, tmp_path):
     """Our export, and the same weights under EAGLE's names with the full vocabulary, give back every weight."""
-    target, draft, _ = new_draft(tiny_llama, DraftVocab(512))
+    target, draft, _ = new_draft(tiny_llama, DraftVocab(512), fc_norm=False)
     export(tmp_path / "ours", draft, target, DraftVocab(512), LAYER_IDS, 3)
     stored = load_file(tmp_path / "ours" / "model.safetensors")
     (tmp_path / "eagle").mkdir()
@@ -203,7 +204,7 @@ def test_a_draft_can_be_the_start_of_another(tiny_llama, tmp_path):
         assert initial.flags == {
             "norm_before_residual": normed, "norm_before_fc": False, "fc_norm": False, "norm_output": False
         }  # fmt: skip
-        _, other, _ = new_draft(tiny_llama, draft_vocab())
+        _, other, _ = new_draft(tiny_llama, draft_vocab(), fc_norm=False)
         if folder == "ours":
             other = Draft.create(draft.config, draft.embed_tokens.weight.detach(), torch.zeros(512, 64))
             initial.load_into(other, DraftVocab(512))
@@ -326,11 +327,11 @@ def test_a_draft_names_its_target(tiny_llama, tiny_kimi, tmp_path):
 @pytest.mark.parametrize(
     ("vocab", "overrides"),
     [
-        (draft_vocab(), {"norm_before_fc": True, "norm_output": True}),
-        pytest.param(DraftVocab(512), {"fc_norm": True}, marks=pytest.mark.slow),
-        pytest.param(draft_vocab(), {"norm_before_residual": False}, marks=pytest.mark.slow),
+        (draft_vocab(), {}),
+        pytest.param(DraftVocab(512), {"fc_norm": False, "norm_before_fc": True}, marks=pytest.mark.slow),
+        pytest.param(draft_vocab(), {"fc_norm": False, "norm_output": True}, marks=pytest.mark.slow),
     ],
-    ids=["normed together", "normed each, full vocabulary", "not normed"],
+    ids=["normed each", "normed together, full vocabulary", "not normed"],
 )
 def test_vllms_own_draft_model_takes_the_export(tiny_llama, tmp_path, vocab, overrides):
     """Its Eagle3LlamaForCausalLM, built without memory or engine, reads every flag as we meant it, loads every tensor

@@ -28,7 +28,7 @@ CASES = {
         {"train_head": True},
     ),
     "norm_output, head_dim 24, normed before fc": (
-        {"norm_output": True, "head_dim": 24, "norm_before_fc": True},
+        {"norm_output": True, "head_dim": 24, "fc_norm": False, "norm_before_fc": True},
         ["0011111", "0111"],
         "ce",
         {},

@@ -211,7 +211,7 @@ def test_every_norm_moves_even_at_a_small_rate(tiny_llama, states, tmp_path):
     run = planned(tiny_llama, states, tmp_path, lr=1e-4, epochs=5)
     assert run_training(run)
     norms = {name: tensor for name, tensor in last_state(run).items() if name.startswith("draft.") and tensor.ndim == 1}
-    assert len(norms) == 4
+    assert len(norms) == 7
     assert all(tensor.dtype == torch.float32 and not (tensor == 1).any() for tensor in norms.values())
 
 
