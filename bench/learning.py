@@ -28,7 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import combinations
@@ -186,20 +186,22 @@ def _their_result(folder: Path, drafts: int) -> tuple[Path, float, float]:
 
 def train_all(study: Study, recipes: Sequence[Recipe]) -> tuple[list[Trained], list[list[Trained]]]:
     """Every try of a learning rate on seed 0, and of each recipe the best one and the other seeds with its rate."""
+    with ThreadPoolExecutor(study.args.jobs) as pool, ThreadPoolExecutor(len(recipes)) as waiting:
+        found = list(waiting.map(lambda recipe: train_recipe(study, recipe, pool), recipes))
+    return [t for tries, _ in found for t in tries], [runs for _, runs in found]
+
+
+def train_recipe(study: Study, recipe: Recipe, pool: Executor) -> tuple[list[Trained], list[Trained]]:
+    """One recipe's tries and runs, trained side by side in `pool`."""
     args = study.args
-    rates = {r.name: [None] if r.has_lr or not args.tune_lr else args.tune_lr for r in recipes}
-    with ThreadPoolExecutor(args.jobs) as pool:
-        futures = {r.name: [pool.submit(train, study, r, lr, 0) for lr in rates[r.name]] for r in recipes}
-        tries = {name: [future.result() for future in found] for name, found in futures.items()}
-        chosen = {name: min(found, key=lambda t: t.score) for name, found in tries.items()}
-        more = [[pool.submit(train, study, r, chosen[r.name].lr, s) for s in range(1, args.seeds)] for r in recipes]
-        runs = [[chosen[r.name], *(f.result() for f in found)] for r, found in zip(recipes, more, strict=True)]
-    for name, found in tries.items():
-        if len(found) > 1:
-            scores = ", ".join(f"{t.lr:g}: {t.held_out:.3f}" for t in found)
-            edge = chosen[name].lr in (min(rates[name]), max(rates[name]))
-            print(f"{name}: held out by lr {scores}; chosen {chosen[name].lr:g}" + ", at the edge" * edge)
-    return [t for found in tries.values() for t in found], runs
+    rates = [None] if recipe.has_lr or not args.tune_lr else args.tune_lr
+    tries = list(pool.map(lambda lr: train(study, recipe, lr, 0), rates))
+    chosen = min(tries, key=lambda t: t.score)
+    if len(tries) > 1:
+        scores = ", ".join(f"{t.lr:g}: {t.held_out:.3f}" for t in tries)
+        edge = chosen.lr in (min(rates), max(rates))
+        print(f"{recipe.name}: held out by lr {scores}; chosen {chosen.lr:g}" + ", at the edge" * edge, flush=True)
+    return tries, [chosen, *pool.map(lambda seed: train(study, recipe, chosen.lr, seed), range(1, args.seeds))]
 
 
 # --- judging -------------------------------------------------------------------------------------------------------
