@@ -46,7 +46,7 @@ def compare(
     logits: torch.Tensor | None,
     sampled: list[int],
 ) -> None:
-    """Judge the samples `names` that ended in this step and add them to the tally.
+    """Judge the samples `names`, whose prompts have ended, and add them to the tally.
 
     recomputed: norm(h_last) [n, H]; final_rows: the model's own [n, H]; logits: lm_head(recomputed) [n, V], None on a
     rank that has none; sampled: the target's greedy tokens.

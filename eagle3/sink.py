@@ -76,7 +76,8 @@ class ShardSink:
         return Piece(self._writers[request.shard], request.sample, span.row, span.start, span.stop)
 
     def _publish_if_ready(self, writer: ShardWriter) -> None:
-        if not self._unchecked[writer.content.index] and writer.claim_finish():
+        # a writer thread may come here last of all, when `status` has already dropped the published shard
+        if not self._unchecked.get(writer.content.index) and writer.claim_finish():
             self._publishing.append(self._finishers.submit(self._publish, writer))
 
     def _publish(self, writer: ShardWriter) -> None:

@@ -58,6 +58,18 @@ def test_a_sink_goes_on_after_it_was_closed(tmp_path):
         sink.open([content().message()])
 
 
+def test_a_thread_that_comes_late_finds_its_shard_published(tmp_path):
+    """A writer thread that reports its piece after the shard was published and reported is no fault."""
+    sink = opened(tmp_path)
+    late = sink._writers[0]
+    take(sink, torch.ones(8, 2, 4))
+    sink.checked(REQUESTS)
+    sink.close()
+    assert sink.status()["finished"] == [0]
+    sink._publish_if_ready(late)
+    assert sink.status() == {"finished": [], "rows": 8, "faults": []}
+
+
 def test_a_shard_with_an_unchecked_sample_is_not_published(tmp_path):
     """All rows are written, one of two samples has passed the self-check: no final name, and nothing is left over."""
     sink = opened(tmp_path)
