@@ -47,7 +47,7 @@ class DraftConfig:
 
     def __post_init__(self) -> None:
         if self.norm_before_fc and self.fc_norm:
-            raise ValueError("draft: --norm-before-fc and --fc-norm exclude each other; the latter is on without --no-fc-norm")
+            raise ValueError("draft: --norm-before-fc and --fc-norm exclude each other; add --no-fc-norm")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"draft: num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.head_dim % 2:

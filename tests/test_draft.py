@@ -70,7 +70,7 @@ def test_a_target_whose_logits_we_would_get_wrong_is_refused(extra, named, tmp_p
         ({"num_kv_heads": 3}, "num_kv_heads"),
         ({"head_dim": 7}, "even"),
         ({"draft_vocab_size": 51}, "51 of 50"),
-        ({"norm_before_fc": True}, "--norm-before-fc and --fc-norm exclude each other; the latter is on without --no-fc-norm"),
+        ({"norm_before_fc": True}, "--norm-before-fc and --fc-norm exclude each other; add --no-fc-norm"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(sizes, message):
