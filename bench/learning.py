@@ -76,6 +76,18 @@ class Trained:
     seconds: float
 
 
+Counts = dict[str, np.ndarray]  # of each benchmark, int64 [prompts, 2]: accepted tokens and passes of each prompt
+
+
+@dataclass(frozen=True)
+class Judged:
+    """All of a recipe: the tries of its rate, its run with each seed, and what vLLM accepted of each run's draft."""
+
+    tries: list[Trained]
+    runs: list[Trained]
+    served: list[Counts]
+
+
 @dataclass(frozen=True)
 class Study:
     """What all trainings share. `common`: the settings of 03, as its own parser reads them; `steps` of ours end within
@@ -146,11 +158,19 @@ def command(study: Study, recipe: Recipe, lr: float | None, seed: int, folder: P
         }  # fmt: skip
         script = [speculators_trainer.__file__, "--save-best"]
     pairs = [[f"--{k}", *map(str, v if isinstance(v, list) else [v])] for k, v in fixed.items()]
-    return [sys.executable, *script, *(word for pair in pairs for word in pair), *rate, *recipe.flags]
+    return [*script, *(word for pair in pairs for word in pair), *rate, *recipe.flags]
+
+
+def run_logged(words: Sequence[object], log: Path) -> None:
+    """Run a Python script in a process of its own. RuntimeError with its last lines."""
+    with open(log, "w") as out:
+        code = subprocess.run([sys.executable, *map(str, words)], stdout=out, stderr=subprocess.STDOUT).returncode
+    if code:
+        raise RuntimeError(f"{log}: exit code {code}\n" + "\n".join(log.read_text().splitlines()[-20:]))
 
 
 def train(study: Study, recipe: Recipe, lr: float | None, seed: int) -> Trained:
-    """Train in a process of its own, unless this very command has finished before. RuntimeError with its last lines."""
+    """Train in a process of its own, unless this very command has finished before."""
     folder = study.args.output / recipe.name.replace(" ", "_") / f"lr-{lr or 'own'}-seed-{seed}"
     words, record, log = command(study, recipe, lr, seed, folder), folder / "trained.json", Path(f"{folder}.log")
     same = {"command": words, "data": study.identity}
@@ -159,11 +179,8 @@ def train(study: Study, recipe: Recipe, lr: float | None, seed: int) -> Trained:
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
-    with open(log, "w") as out:
-        code = subprocess.run(words, stdout=out, stderr=subprocess.STDOUT).returncode
+    run_logged(words, log)
     seconds = time.perf_counter() - start
-    if code:
-        raise RuntimeError(f"{log}: exit code {code}\n" + "\n".join(log.read_text().splitlines()[-20:]))
     draft, score, held_out = _our_result(folder) if recipe.ours else _their_result(folder, study.args.drafts)
     trained = Trained(recipe.name, seed, lr, str(draft), score, held_out, seconds)
     files.write_json(record, same | {"trained": asdict(trained)})
@@ -184,11 +201,16 @@ def _their_result(folder: Path, drafts: int) -> tuple[Path, float, float]:
     return draft, found["loss_epoch"], 1 + sum(accepted)
 
 
-def train_all(study: Study, recipes: Sequence[Recipe]) -> tuple[list[Trained], list[list[Trained]]]:
-    """Every try of a learning rate on seed 0, and of each recipe the best one and the other seeds with its rate."""
+def judge_all(study: Study, recipes: Sequence[Recipe]) -> list[Judged]:
+    """Every recipe trained and served; `--jobs` trainings and engines at a time."""
     with ThreadPoolExecutor(study.args.jobs) as pool, ThreadPoolExecutor(len(recipes)) as waiting:
-        found = list(waiting.map(lambda recipe: train_recipe(study, recipe, pool), recipes))
-    return [t for tries, _ in found for t in tries], [runs for _, runs in found]
+        return list(waiting.map(lambda recipe: judge(study, recipe, pool), recipes))
+
+
+def judge(study: Study, recipe: Recipe, pool: Executor) -> Judged:
+    """One recipe: its tries of a rate on seed 0, the other seeds with the best rate, and then every draft served."""
+    tries, runs = train_recipe(study, recipe, pool)
+    return Judged(tries, runs, list(pool.map(lambda run: counts(serve(study.args, run.draft)), runs)))
 
 
 def train_recipe(study: Study, recipe: Recipe, pool: Executor) -> tuple[list[Trained], list[Trained]]:
@@ -207,24 +229,22 @@ def train_recipe(study: Study, recipe: Recipe, pool: Executor) -> tuple[list[Tra
 # --- judging -------------------------------------------------------------------------------------------------------
 
 
-def serve(args: argparse.Namespace, drafts: Sequence[str]) -> dict[str, Any]:
-    """04_evaluate_draft.py on every draft; its JSON."""
-    output = args.output / "evaluation.json"
-    words = ["--model-path", args.model_path, "--draft", *drafts, "--prompts", *args.prompts, "--output", output]
+def serve(args: argparse.Namespace, draft: str) -> dict[str, Any]:
+    """04_evaluate_draft.py on a draft; its JSON."""
+    output = Path(f"{draft}-evaluation.json")
+    words = ["--model-path", args.model_path, "--draft", draft, "--prompts", *args.prompts, "--output", output]
     words += ["--num-speculative-tokens", args.drafts, "--concurrency", args.concurrency, *shlex.split(args.serving)]
-    subprocess.run([sys.executable, ROOT / "04_evaluate_draft.py", *map(str, words)], check=True)
+    run_logged([ROOT / "04_evaluate_draft.py", *words], output.with_suffix(".log"))
     return files.read_json(output)
 
 
-def counts(evaluation: dict[str, Any], drafts: Sequence[str]) -> dict[str, np.ndarray]:
-    """Accepted tokens and passes of each prompt of each benchmark, int64 [prompts, drafts, 2]."""
-    numbers = {m["draft"]: number for number, m in enumerate(evaluation["measurements"])}
-    found: dict[tuple[str, int], list[tuple[int, int]]] = {}
+def counts(evaluation: dict[str, Any]) -> Counts:
+    """Those of the one draft that was evaluated."""
+    found: dict[str, list[tuple[int, int]]] = {}
     for answer in evaluation["answers"]:
         if (accepted := answer["accepted"]) is not None:  # the target alone accepts nothing
-            found.setdefault((answer["benchmark"], answer["measurement"]), []).append((sum(accepted), len(accepted)))
-    names = dict.fromkeys(name for name, _ in found)
-    return {name: np.stack([found[name, numbers[draft]] for draft in drafts], axis=1) for name in names}
+            found.setdefault(answer["benchmark"], []).append((sum(accepted), len(accepted)))
+    return {name: np.array(rows) for name, rows in found.items()}
 
 
 def acceptance_lengths(tables: Sequence[np.ndarray]) -> np.ndarray:
@@ -246,14 +266,14 @@ def ratio(lengths: np.ndarray, first: slice, other: slice) -> dict[str, float]:
     return {"ratio": float(quotients[0]), "low": low, "high": high}
 
 
-def result(study: Study, tries: list[Trained], runs: list[list[Trained]]) -> dict[str, Any]:
-    """Serve every draft and put all together, as JSON."""
-    trained, args = [run for seeds in runs for run in seeds], study.args
-    drafts = [run.draft for run in trained]
-    tables = counts(serve(args, drafts), drafts)
+def result(study: Study, judged: Sequence[Judged]) -> dict[str, Any]:
+    """All together, as JSON."""
+    trained, args = [run for recipe in judged for run in recipe.runs], study.args
+    served = [table for recipe in judged for table in recipe.served]
+    tables = {name: np.stack([table[name] for table in served], axis=1) for name in served[0]}
     every = acceptance_lengths([*tables.values()])
     lengths = {"all": every[0]} | {name: acceptance_lengths([table])[0] for name, table in tables.items()}
-    of = {seeds[0].recipe: slice(i * args.seeds, (i + 1) * args.seeds) for i, seeds in enumerate(runs)}
+    of = {recipe.runs[0].recipe: slice(i * args.seeds, (i + 1) * args.seeds) for i, recipe in enumerate(judged)}
     packages = ["torch", "transformers", *(["speculators"] if study.data.exists() else [])]
     return {
         "arguments": vars(args),
@@ -262,7 +282,7 @@ def result(study: Study, tries: list[Trained], runs: list[list[Trained]]) -> dic
         "versions": {name: version(name) for name in packages},
         "data": study.states.identity,
         "steps": study.steps,
-        "tries": [asdict(run) for run in tries],
+        "tries": [asdict(run) for recipe in judged for run in recipe.tries],
         "runs": [
             asdict(run) | {"acceptance_length": {name: float(found[i]) for name, found in lengths.items()}}
             for i, run in enumerate(trained)
@@ -299,7 +319,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--tune-lr", type=float, nargs="*", default=TRIED, metavar="X", help="rates tried; none: each side's own")
     add("--seeds", type=int, default=3, metavar="N")
     add("--steps", type=int, metavar="N", help="optimizer steps (those of our epochs)")
-    add("--jobs", type=int, default=1, metavar="N", help="trainings side by side on one device (1)")
+    add("--jobs", type=int, default=1, metavar="N", help="trainings and engines side by side on one device (1)")
     add("--drafts", type=int, default=3, metavar="N", help="tokens drafted when served (3)")
     add("--concurrency", type=int, default=16, metavar="N", help="answers at a time (16)")
     add("--serving", default="", help="more flags of 04: '--max-tokens 128 --limit 20'")
@@ -325,7 +345,7 @@ def main() -> None:
     )
     if not all(recipe.ours for recipe in recipes):
         study.convert()
-    found = result(study, *train_all(study, recipes))
+    found = result(study, judge_all(study, recipes))
     files.write_json(args.output / "learning.json", json.loads(json.dumps(found, default=str)))
     print("\n".join(table(found)))
 
