@@ -389,7 +389,10 @@ class ShardSet:
             paths = shard_paths(folder)
             if not paths:
                 raise ValueError(f"--hidden-states {folder}: no shards there (02_extract_hidden_states.py writes them)")
-            self.shards += map(Shard, paths)
+            try:
+                self.shards += map(Shard, paths)
+            except ValueError as error:
+                raise ValueError(f"{error}; {REDO}") from None
         self.shared = self.shards[0].shared
         for shard in self.shards[1:]:
             if difference := files.first_difference(self.shared, shard.shared):

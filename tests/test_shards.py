@@ -141,11 +141,13 @@ def test_one_flipped_bit_is_found(tmp_path, name):
 
 @pytest.mark.parametrize("keep", [0, 4, 100, -1])
 def test_a_shard_cut_short_does_not_open(tmp_path, keep):
-    """Empty, without a whole header, without its data or one byte short: refused by name."""
+    """Empty, without a whole header, without its data or one byte short: refused by name; as a set with the remedy."""
     path = write(tmp_path)
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(ValueError, match=f"{path.name}: not a whole shard"):
         Shard(path)
+    with pytest.raises(ValueError, match=f"{path.name}: not a whole shard: .*; 02_extract_hidden_states.py .*redoes"):
+        ShardSet(tmp_path)
 
 
 def test_nothing_stands_under_the_final_name_before_the_end(tmp_path):
