@@ -113,19 +113,16 @@ def bytes_per_token(num_layers: int, hidden_size: int, dtype: torch.dtype) -> in
     return num_layers * (hidden_size * dtype.itemsize + scale) + 4 + 1
 
 
-def largest_values(states: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of each token and layer [tokens, layers]; not finite where one of its values is not."""
-    import torch
-
-    return torch.maximum(states.amax(-1), -states.amin(-1))  # reads twice, writes nothing
-
-
 def quantise_fp8(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """States [tokens, layers, hidden] as float8_e4m3fn and their scales float32 [tokens, layers]."""
+    """States [tokens, layers, hidden] as float8_e4m3fn and their scales float32 [tokens, layers].
+
+    A scale is not finite where one of its values is not.
+    """
     import torch
 
     largest, tiny = torch.finfo(torch.float8_e4m3fn).max, torch.finfo(torch.float32).tiny
-    scale = (largest_values(states).float() / largest).clamp_min(tiny)
+    magnitude = torch.maximum(states.amax(-1), -states.amin(-1))  # reads twice, writes nothing
+    scale = (magnitude.float() / largest).clamp_min(tiny)
     stored = torch.empty_like(states, dtype=torch.float8_e4m3fn)
     return torch.div(states, scale[..., None], out=stored), scale  # in float32, without a copy in float32
 
