@@ -97,7 +97,8 @@ class Transfer:
     def _fill(self, states: torch.Tensor, slot: Slot) -> None:
         rows = len(states)
         if slot.scale is None:
-            witness = states.sum(-1, dtype=torch.float32)  # not finite where a value is not (or beyond 3e38); the cheapest way to know
+            # not finite where a value is not, nor where the sum passes 3e38; the cheapest way to know
+            witness = states.sum(-1, dtype=torch.float32)
         else:
             states, witness = quantise_fp8(states)
             slot.scale[:rows].copy_(witness, non_blocking=True)
