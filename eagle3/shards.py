@@ -202,10 +202,12 @@ class ShardWriter:
     def _write_rows(self, name: str, at: int, rows: torch.Tensor, sample: int) -> None:
         data = _bytes_of(rows)
         position = self._starts[name] + at * (data.nbytes // len(rows))
+        hashing = threading.Thread(target=self._digests[sample][name].update, args=(data,))
+        hashing.start()  # beside the write: what the last step's rows take, nothing hides
         self._write(data, position)
+        hashing.join()
         # Linux begins to write them out; left alone, the disk would idle for seconds and then have it all at once
         os.posix_fadvise(self._file, position, data.nbytes, os.POSIX_FADV_DONTNEED)
-        self._digests[sample][name].update(data)
 
     def _write(self, data: np.ndarray | bytes, position: int) -> None:
         view = memoryview(data).cast("B")
