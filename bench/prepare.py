@@ -31,7 +31,8 @@ from eagle3.sources import Raw  # noqa: E402
 from eagle3.target import Target  # noqa: E402
 from eagle3.tokenizer import is_tiktoken  # noqa: E402
 
-ROUNDS = 3
+ROUNDS = 5
+STAGE = "01_prepare_data.py, one process"
 MAX_SEQ_LEN = 1 << 18  # nothing is cut, so that all loops tokenise the same text
 MORE_ROWS = 10  # times as many for the workers
 TURNS = (50, 100, 200, 400)
@@ -59,14 +60,15 @@ def write_rows(path: Path, rows: Iterator[dict[str, Any]]) -> Path:
     return path
 
 
-def best_seconds(work: Callable[[], object]) -> float:
-    """The least CPU time of ROUNDS runs: other work on the machine changes it less than the wall time."""
-    taken = []
+def best_seconds(works: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """The least CPU time of ROUNDS runs of each, in turn: other work on the machine changes it less than wall time."""
+    best = dict.fromkeys(works, float("inf"))
     for _ in range(ROUNDS):
-        start = time.process_time()
-        work()
-        taken.append(time.process_time() - start)
-    return min(taken)
+        for name, work in works.items():
+            start = time.process_time()
+            work()
+            best[name] = min(best[name], time.process_time() - start)
+    return best
 
 
 def make_plan(args: argparse.Namespace, model: chat.Chat, path: Path, folder: Path) -> prepare.Plan:
@@ -108,17 +110,19 @@ def speed(args: argparse.Namespace, model: chat.Chat, folder: Path) -> None:
     path = write_rows(folder / "in.jsonl", random_rows(args.rows, *shape))
     more = write_rows(folder / "more.jsonl", random_rows(MORE_ROWS * args.rows, *shape, seed=1))
     plan = make_plan(args, model, path, folder)
-    seconds = best_seconds(lambda: prepare.run(plan))
+    prepare.run(plan)
     rows = list(prepared.read_rows(plan.output / prepared.DATA))
     tokens = sum(len(row.input_ids) for row in rows)
     texts = [model.decode(row.input_ids.tolist()) for row in rows]
     cores = len(os.sched_getaffinity(0))
-    one, all_cores = tokens / seconds, workers_rate(replace(plan, workers=cores), more)
+    all_cores = workers_rate(replace(plan, workers=cores), more)
+    seconds = best_seconds({STAGE: lambda: prepare.run(plan)} | bare_loops(model, texts))
+    one = tokens / seconds.pop(STAGE)
     size = f"{tokens:,} tokens, {len(rows):,} samples"
-    print(f"{'01_prepare_data.py, one process':<45} {one:>12,.0f} tokens/s  ({size})")
+    print(f"{STAGE:<45} {one:>12,.0f} tokens/s  ({size})")
     print(f"{f'01_prepare_data.py, {cores} workers':<45} {all_cores:>12,.0f} tokens/s")
-    for name, loop in bare_loops(model, texts).items():
-        bare = tokens / best_seconds(loop)
+    for name, taken in seconds.items():
+        bare = tokens / taken
         print(f"{name:<45} {bare:>12,.0f} tokens/s  ratio {one / bare:.2f}, of {cores} workers {all_cores / bare:.2f}")
 
 
@@ -140,8 +144,9 @@ def long_conversations(model: chat.Chat) -> None:
         (row,) = random_rows(1, 10, 10, (turns // 2,))
         row = conversations.parse(Raw("bench", 1, row))
         tokens = sum(len(s.input_ids) for s in model.samples(row, 1 << 20).samples)
-        seconds = best_seconds(lambda row=row: model.samples(row, 1 << 20))
-        print(f"one conversation of {turns} short turns {tokens / seconds:>21,.0f} tokens/s  ({tokens:,} tokens)")
+        name = f"one conversation of {turns} short turns"
+        seconds = best_seconds({name: lambda row=row: model.samples(row, 1 << 20)})[name]
+        print(f"{name} {tokens / seconds:>21,.0f} tokens/s  ({tokens:,} tokens)")
 
 
 def memory(args: argparse.Namespace, folder: Path) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from eagle3 import files
+from eagle3 import files, sandbox
 from eagle3.conversations import THINK_CLOSE, THINK_OPEN, Conversation, Drop, Message
 from eagle3.target import Target
 from eagle3.tokenizer import check_tokenizer, decode, encoder, load_tokenizer, same_text
@@ -506,25 +506,6 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(inner)
 
 
-def remember_safe_attributes(template: str) -> None:
-    """Have the sandbox that Transformers renders `template` in judge an attribute once for each type.
-
-    Its answer follows from the object's type and the attribute's name, and takes a quarter of a rendering each time.
-    """
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    environment = _compile_jinja_template(template).environment
-    judge, known = type(environment).is_safe_attribute, {}
-
-    def is_safe_attribute(owner: Any, name: str, value: Any) -> bool:
-        key = (type(owner), name)
-        if key not in known:
-            known[key] = judge(environment, owner, name, value)
-        return known[key]
-
-    environment.is_safe_attribute = is_safe_attribute
-
-
 def load(target: Target, trust_remote_code: bool = False, template_kwargs: dict[str, Any] | None = None) -> Chat:
     """The target's tokenizer and template, checked. ValueError saying what is wrong with them."""
     tokenizer = load_tokenizer(target, trust_remote_code)
@@ -533,7 +514,7 @@ def load(target: Target, trust_remote_code: bool = False, template_kwargs: dict[
     chat = Chat(target, tokenizer, template_kwargs or {})
     check_tokenizer(target, tokenizer, chat.encode, chat.control_tokens)
     assert any(chat.probe.loss_mask), "nothing is supervised"
-    remember_safe_attributes(tokenizer.get_chat_template())
+    sandbox.quicken(tokenizer.get_chat_template())
     for key in chat.template_kwargs:
         if not re.search(rf"\b{re.escape(key)}\b", chat.template):
             raise ValueError(f"--chat-template-kwargs: the target's chat template knows no {key!r}")

@@ -201,7 +201,7 @@ def test_d17_identity():
     assert row({"messages": HI, "conversation_id": "c"}).id == "c"
     one, other = row({"messages": HI}), row({"messages": HI[:1]})
     assert one.id == row({"messages": HI, "meta": 1}).id != other.id
-    said = json.dumps([HI, None], sort_keys=True, ensure_ascii=False)
+    said = json.dumps([HI, None], sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     assert one.id == hashlib.sha256(said.encode()).hexdigest()[:32], "the same on every machine"
 
 
