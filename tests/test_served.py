@@ -6,21 +6,24 @@ measures real vLLM servers.
 
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from chat_server import ChatServer, completion
+from hf_states import load_target
 from vllm_server import vllm_serve
 
-from eagle3 import files, served
+from eagle3 import chat, files, served
 from eagle3.draft import Draft, DraftConfig, Teacher, embedding
 from eagle3.export import export
 from eagle3.target import Target
 from eagle3.vocab import DraftVocab
 from tests import stages
 
+QUESTIONS, MAX_TOKENS = [f"Question {i}?" for i in range(8)], 40
 PER_PASS = [2, 0, 1]  # what every answer's passes accept: 1 + 2+1 + 0+1 + 1+1 = 7 tokens
 
 
@@ -177,6 +180,15 @@ def test_servers_that_render_a_prompt_differently_are_told_apart(run):
     assert result.code == 1 and "not the 3 that the other server makes" in result.log
 
 
+@torch.inference_mode()
+def most_said(target: Path) -> int:
+    """The token that a target says most often in its greedy answers to QUESTIONS, by Transformers."""
+    model, talk = load_target(target), chat.load(Target.open(target))
+    prompts = [torch.tensor([talk.prompt_ids([{"role": "user", "content": text}])]) for text in QUESTIONS]
+    answers = [model.generate(ids, max_new_tokens=MAX_TOKENS, do_sample=False)[0, ids.shape[1] :] for ids in prompts]
+    return int(torch.cat(answers).bincount().argmax())
+
+
 @pytest.fixture(scope="module")
 def draft(tiny_llama, tmp_path_factory):
     """A draft of the tiny Llama that can say one token only, the one that its target says most often here.
@@ -184,7 +196,7 @@ def draft(tiny_llama, tmp_path_factory):
     So it needs no training to have some accepted, and others not.
     """
     torch.manual_seed(0)
-    target, vocab = Target.open(tiny_llama), DraftVocab(512, np.array([466]))
+    target, vocab = Target.open(tiny_llama), DraftVocab(512, np.array([most_said(tiny_llama)]))
     made = Draft.create(
         DraftConfig.for_target(target, vocab), embedding(target), Teacher.for_target(target, vocab).head
     )
@@ -197,8 +209,8 @@ def draft(tiny_llama, tmp_path_factory):
 def test_real_servers_and_engines_measure_the_same(tiny_llama, draft, tmp_path):
     """Two vLLM servers and two engines of ours: the same answers and, pass by pass, the same acceptance."""
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"id": f"p{i}", "prompt": f"Question {i}?"}) + "\n" for i in range(8)))
-    common = ("--prompts", prompts, "--draft", draft, "--max-tokens", 40, "--concurrency", 1, 4)
+    prompts.write_text("".join(json.dumps({"id": text, "prompt": text}) + "\n" for text in QUESTIONS))
+    common = ("--prompts", prompts, "--draft", draft, "--max-tokens", MAX_TOKENS, "--concurrency", 1, 4)
     engines, asked = tmp_path / "engines.json", tmp_path / "servers.json"
     stages.succeed("04_evaluate_draft.py", *common, "--output", engines)
     metrics = ("--per-request-spec-decode-metrics", "detailed")
@@ -219,5 +231,5 @@ def test_real_servers_and_engines_measure_the_same(tiny_llama, draft, tmp_path):
     for a, b in zip(one["measurements"], other["measurements"], strict=True):
         assert a["passes"]["prompts"]["counters"] == b["passes"]["prompts"]["counters"]
     row = other["benchmarks"]["all"]
-    assert row["identical"] == 8 and row["acceptance_length"] > 1 and row["ms_per_token_draft"] > 0
+    assert row["identical"] == len(QUESTIONS) and row["acceptance_length"] > 1 and row["ms_per_token_draft"] > 0
     assert other["finished"]
