@@ -203,7 +203,7 @@ class ShardWriter:
         data = _bytes_of(rows)
         position = self._starts[name] + at * (data.nbytes // len(rows))
         hashing = threading.Thread(target=self._digests[sample][name].update, args=(data,))
-        hashing.start()  # beside the write: what the last step's rows take, nothing hides
+        hashing.start()  # beside the write: no later step hides the time that the last one's rows take
         self._write(data, position)
         hashing.join()
         # Linux begins to write them out; left alone, the disk would idle for seconds and then have it all at once

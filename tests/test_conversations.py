@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from eagle3 import conversations
 from eagle3.conversations import (
     Conversation,
     Drop,
@@ -193,6 +194,25 @@ def test_d15_parts():
 def test_split_reasoning(text, expected):
     """Reasoning is split off at the start of an answer, with or without its opening tag, and nowhere else."""
     assert split_reasoning(text) == expected
+
+
+ODD_LINES = (
+    b'{"a": NaN}', b'{"a": -Infinity}', b'{"a": 1e999}', b'{"a": 1, "a": 2}', b'{"a": 12345678901234567890123}',
+    b'{"a": 1.0}', rb'{"a": "\ud83d\ude00"}', rb'{"a": "\ud800"}', b"\xef\xbb\xbf{}", '{"a": "é"}'.encode("utf-16"),
+    b'{"a": "\xff"}', b"{} x", b'{"a": 1,}', b"{'a': 1}", b'{"a": "\t"}', b"null", b"", b'{"a": %s}' % (b"9" * 5000),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("line", ODD_LINES, ids=lambda line: repr(line[:24]))
+def test_odd_lines_are_read_as_json_reads_them(line):
+    """The quick reader takes and refuses what Python's json does, and a refusal has json's words."""
+    found = []
+    for read in (json.loads, conversations._parsed):
+        try:
+            found.append(repr(read(line)))
+        except ValueError as error:
+            found.append(str(error))
+    assert found[0] == found[1]
 
 
 def test_d17_identity():

@@ -2,7 +2,7 @@
 
 import pytest
 from jinja2 import Environment, Undefined
-from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from eagle3 import sandbox
@@ -84,9 +84,9 @@ def test_attacks_stay_refused(environments, attack):
     def unsafe() -> None: ...
 
     unsafe.unsafe_callable = True
-    words = []
+    refusals = []
     for environment in environments:
-        with pytest.raises((SecurityError, TemplateError, OverflowError)) as error:
+        with pytest.raises((TemplateError, OverflowError)) as error:
             environment.from_string(f"{{{{ {attack} }}}}").render(m={"a": 1}, xs=[], f=unsafe, g=unsafe)
-        words.append(str(error.value).split(" at 0x")[0])
-    assert words[0] == words[1]
+        refusals.append((error.type, str(error.value)))
+    assert refusals[0] == refusals[1]
