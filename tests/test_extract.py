@@ -125,6 +125,20 @@ def test_a_wrong_layer_stops_the_run(tiny_llama, data, tmp_path, worker, said, c
 
 
 @pytest.mark.slow
+def test_a_worker_out_of_memory_ends_the_run(tiny_llama, data, tmp_path, capfd):
+    """An exception of a real worker: its traceback in the log, the samples in flight named, no engine left."""
+    worker, before = "tests.oom_worker.OutOfMemoryWorker", engines_of(os.getpid())
+    planned = extract.plan_extraction(options(tiny_llama, data, tmp_path / "states", worker=worker))
+    with pytest.raises(RuntimeError, match=r"\d+ samples were in flight: s\d+, s.*; its traceback is above"):
+        run_in_process(planned)
+    log = "".join(capfd.readouterr())
+    assert "Traceback" in log and "oom_worker.py" in log and "OutOfMemoryError: CUDA out of memory. Tried to" in log
+    assert list((tmp_path / "states").glob("shard*")) == []
+    assert files.read_json(tmp_path / "states" / "status.json")["state"] == "failed"
+    assert engines_of(os.getpid()) == before
+
+
+@pytest.mark.slow
 def test_killed_workers_and_drivers_of_a_real_run(tiny_llama, tmp_path):
     """kill -9 of the engine: exit code 1, the samples in flight named, no hang. SIGTERM while loading: ends at once.
     kill -9 of the driver: no process is left. Then the same command: finished shards untouched, and every row equals
@@ -140,15 +154,15 @@ def test_killed_workers_and_drivers_of_a_real_run(tiny_llama, tmp_path):
 
     run = start()
     wait_for(lambda: len(shards.shard_paths(out)) >= 2, run)
-    for engine in engines_of(run):
+    for engine in engines_of(run.pid):
         engine.kill()
     assert run.wait(timeout=120) == 1
     text = (tmp_path / "log").read_text()
     assert "samples were in flight: s" in text
     assert files.read_json(out / "status.json")["state"] == "failed"
     run = start()
-    wait_for(lambda: files.read_json(out / "status.json")["state"] == "loading" and engines_of(run), run)
-    family = engines_of(run)
+    wait_for(lambda: files.read_json(out / "status.json")["state"] == "loading" and engines_of(run.pid), run)
+    family = engines_of(run.pid)
     run.terminate()
     assert run.wait(timeout=60) == cli.INTERRUPTED
     assert psutil.wait_procs(family, timeout=20)[1] == []
@@ -178,9 +192,9 @@ runpy.run_path("02_extract_hidden_states.py", run_name="__main__")
 """
 
 
-def engines_of(run) -> list[psutil.Process]:
-    """vLLM's processes below a run."""
-    return [p for p in psutil.Process(run.pid).children(recursive=True) if p.name().startswith("VLLM")]
+def engines_of(pid: int) -> list[psutil.Process]:
+    """vLLM's processes below a process."""
+    return [p for p in psutil.Process(pid).children(recursive=True) if p.name().startswith("VLLM")]
 
 
 def wait_for(condition, run) -> None:
