@@ -10,7 +10,7 @@ which the server would generate it. Where the next prompt continues the sample a
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from eagle3 import files, sandbox
 from eagle3.conversations import THINK_CLOSE, THINK_OPEN, Conversation, Drop, Message
 from eagle3.target import Target
-from eagle3.tokenizer import check_tokenizer, decode, encoder, load_tokenizer, same_text
+from eagle3.tokenizer import any_of, check_tokenizer, decode, encoder, load_tokenizer, quick_patterns, same_text
 
 TURNS = ("each", "last")
 PROBE = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -107,14 +107,23 @@ class Chat:
         return PARTS_LOOP.search(MACRO.sub("", self.template)) is not None
 
     @cached_property
-    def _spoken(self) -> re.Pattern[str]:
+    def _turn_tokens(self) -> list[str]:
         """Control tokens that the target may not have inside an answer's text: those that end or start turns."""
         visible = {str(t) for t in self.tokenizer.added_tokens_decoder.values() if not t.special}
-        return _any_of(t for t, i in self.control_tokens.items() if t not in visible or i in self.stop_ids)
+        return [t for t, i in self.control_tokens.items() if t not in visible or i in self.stop_ids]
+
+    @cached_property
+    def _spoken(self) -> re.Pattern[str]:
+        return any_of(self._turn_tokens)
 
     @cached_property
     def _control(self) -> re.Pattern[str]:
-        return _any_of(self.control_tokens)
+        return any_of(self.control_tokens)
+
+    @cached_property
+    def _forbidden(self) -> dict[bool, list[re.Pattern[str]]]:
+        """What may not be inside an answer's text (True), and inside any other."""
+        return {True: quick_patterns(self._turn_tokens), False: quick_patterns(self.control_tokens)}
 
     @cached_property
     def probe(self) -> Sample:
@@ -266,10 +275,10 @@ class Chat:
     def check_text(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> None:
         """Drop what holds the text of a control token, since the server reads that as the control token."""
         for message in messages:
-            pattern = self._spoken if message["role"] == "assistant" else self._control
-            if found := _search(pattern, [v for k, v in message.items() if k != "role"]):
+            patterns = self._forbidden[message["role"] == "assistant"]
+            if found := _search(patterns, [v for k, v in message.items() if k != "role"]):
                 raise Drop("control_token", f"{found!r} inside the text of a {message['role']} turn")
-        if found := _search(self._control, tools):
+        if found := _search(self._forbidden[False], tools):
             raise Drop("control_token", f"{found!r} inside a tool's declaration")
 
     def completion(
@@ -484,14 +493,9 @@ def _function_as_served(function: dict[str, Any]) -> dict[str, Any]:
     return served | ({"strict": function["strict"]} if function.get("strict") is not None else {})
 
 
-def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """A pattern of any of the texts, the longest first."""
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
-
-
-def _search(pattern: re.Pattern[str], value: Any) -> str | None:
-    """The first match in any string, key or value, of a JSON value."""
-    return next((m.group() for text in _strings(value) if (m := pattern.search(text))), None)
+def _search(patterns: list[re.Pattern[str]], value: Any) -> str | None:
+    """A match of one of the patterns in any string, key or value, of a JSON value."""
+    return next((m.group() for text in _strings(value) for p in patterns if (m := p.search(text))), None)
 
 
 def _strings(value: Any) -> Iterator[str]:

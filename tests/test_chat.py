@@ -16,7 +16,7 @@ from eagle3 import chat
 from eagle3.conversations import Conversation, Drop, parse
 from eagle3.sources import Raw
 from eagle3.target import Target
-from eagle3.tokenizer import encoder
+from eagle3.tokenizer import encoder, quick_patterns
 from tests import stages
 
 LOCAL = [name for name in TARGETS if name != "smollm2"]
@@ -149,6 +149,30 @@ class TestD2Tokenizer:
         with mock.patch.object(kimi.tokenizer, "encode", lambda t: calls.append(t) or own(t)):
             assert all(kimi.encode(text) == own(text) for text in (*short, *long))
         assert calls == list(long)
+
+    @settings(max_examples=300, deadline=None)
+    @given(st.data())
+    def test_text_is_cut_at_special_tokens_as_tiktoken_cuts_it(self, data):
+        """Whole special tokens, parts of them, one beside or inside another, in any text: the ids are tiktoken's."""
+        model = loaded("kimi").tokenizer.model
+        token = st.sampled_from(sorted(model.special_tokens_set))
+        part = st.builds(lambda t, n: t[n:] if n > 0 else t[:n] if n else t, token, st.integers(-5, 5))
+        text = "".join(data.draw(st.lists(st.one_of(token, part, TEXTS, st.sampled_from(" <[|>]\n")), max_size=8)))
+        assert loaded("kimi").encode(text) == model.encode(text, allowed_special="all")
+
+    @pytest.mark.parametrize(
+        ("tokens", "patterns"),
+        [
+            (["<a>", "<ab>", "[X]"], ["<ab>|<a>", r"\[X\]"]),
+            (["<a>", "[<a>]", "[X]"], [r"\[<a>\]|<a>|\[X\]"]),
+            (["<a>", ">b"], ["<a>|>b"]),
+            ([], []),
+        ],
+        ids=["apart", "one inside another", "one over another's end", "none"],
+    )
+    def test_tokens_are_searched_by_first_character_where_they_cannot_overlap(self, tokens, patterns):
+        """One pattern a first character; one of all, the longest first, where a token holds another's first."""
+        assert [p.pattern for p in quick_patterns(tokens)] == patterns
 
     @pytest.mark.parametrize("cut", [*range(60_000, 60_004), 99_990])
     def test_a_class_that_cuts_long_texts_is_not_passed_by(self, cut):
