@@ -11,10 +11,11 @@ HELD_OUT := $(PROMPTS)/mt_bench.jsonl $(PROMPTS)/humaneval.jsonl $(PROMPTS)/gsm8
 install: .venv/installed
 
 # torch first and with its own needs, so that it works with whatever build pip finds; the rest exactly as locked.
+# Wheels are unpacked beside the environment: they take 0.7 GB for a while, which /tmp does not have everywhere.
 .venv/installed: requirements-cpu.txt
 	$(PYTHON) -m venv --clear .venv
-	$(PY) -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' requirements-cpu.txt)"
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-cpu.txt
+	TMPDIR=$(CURDIR)/.venv $(PY) -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' requirements-cpu.txt)"
+	TMPDIR=$(CURDIR)/.venv $(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-cpu.txt
 	touch $@
 
 lint: .venv/installed
