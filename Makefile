@@ -14,8 +14,8 @@ install: .venv/installed
 # Wheels are unpacked beside the environment: they take 0.7 GB for a while, which /tmp does not have everywhere.
 .venv/installed: requirements-cpu.txt
 	$(PYTHON) -m venv --clear .venv
-	TMPDIR=$(CURDIR)/.venv $(PY) -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' requirements-cpu.txt)"
-	TMPDIR=$(CURDIR)/.venv $(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-cpu.txt
+	TMPDIR="$(CURDIR)/.venv" $(PY) -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' requirements-cpu.txt)"
+	TMPDIR="$(CURDIR)/.venv" $(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-cpu.txt
 	touch $@
 
 lint: .venv/installed
