@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from eagle3 import engine, extract, prepared, shards
+from eagle3.cli import positive_int
 from eagle3.target import Target
 from eagle3.watch import Watch
 
@@ -77,12 +78,12 @@ def parse() -> argparse.Namespace:
     model = p.add_mutually_exclusive_group(required=True)
     model.add_argument("--model-path", type=Path)
     model.add_argument("--kimi-width", action="store_true", help="a random DeepseekV3 of Kimi's width")
-    p.add_argument("--samples", type=int, default=64)
-    p.add_argument("--tokens", type=int, default=256, help="a sample")
-    p.add_argument("--batch-size", type=int, default=4)
+    p.add_argument("--samples", type=positive_int, default=64)
+    p.add_argument("--tokens", type=positive_int, default=256, help="a sample")
+    p.add_argument("--batch-size", type=positive_int, default=4)
     p.add_argument("--output", type=Path, default=Path(tempfile.gettempdir()) / "bench-extract")
     p.add_argument("--modes", nargs="+", default=["plain", "ours"], choices=["plain", "ours", "fp8", "connector"])
-    p.add_argument("--passes", type=int, default=3, help="of each mode over all samples, counted")
+    p.add_argument("--passes", type=positive_int, default=3, help="of each mode over all samples, counted")
     p.add_argument("--compile", action="store_true")
     p.add_argument("--mode", help=argparse.SUPPRESS)
     return p.parse_args()

@@ -44,6 +44,7 @@ import torch  # noqa: E402
 from bench import speculators_trainer  # noqa: E402
 from eagle3 import bootstrap, files  # noqa: E402
 from eagle3.batches import Schedule, split  # noqa: E402
+from eagle3.cli import positive_int  # noqa: E402
 from eagle3.states import HiddenStates  # noqa: E402
 from eagle3.target import Target  # noqa: E402
 
@@ -317,11 +318,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--speculators", nargs="*", default=["speculators="], metavar="NAME=FLAGS", help="recipes for speculators.train"
     )
     add("--tune-lr", type=float, nargs="*", default=TRIED, metavar="X", help="rates tried; none: each side's own")
-    add("--seeds", type=int, default=3, metavar="N")
-    add("--steps", type=int, metavar="N", help="optimizer steps (those of our epochs)")
-    add("--jobs", type=int, default=1, metavar="N", help="trainings and engines side by side on one device (1)")
-    add("--drafts", type=int, default=3, metavar="N", help="tokens drafted when served (3)")
-    add("--concurrency", type=int, default=16, metavar="N", help="answers at a time (16)")
+    add("--seeds", type=positive_int, default=3, metavar="N")
+    add("--steps", type=positive_int, metavar="N", help="optimizer steps (those of our epochs)")
+    add(
+        "--jobs", type=positive_int, default=1, metavar="N", help="trainings and engines side by side on one device (1)"
+    )
+    add("--drafts", type=positive_int, default=3, metavar="N", help="tokens drafted when served (3)")
+    add("--concurrency", type=positive_int, default=16, metavar="N", help="answers at a time (16)")
     add("--serving", default="", help="more flags of 04: '--max-tokens 128 --limit 20'")
     return parser.parse_args(argv)
 

@@ -26,6 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from states_folder import write_hidden_states  # noqa: E402
 
 from eagle3 import files  # noqa: E402
+from eagle3.cli import positive_int  # noqa: E402
 from eagle3.target import Target  # noqa: E402
 from eagle3.train import plan_run, run_training  # noqa: E402
 from eagle3.vocab import DraftVocab  # noqa: E402
@@ -92,8 +93,8 @@ def train_script() -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("width", choices=WIDTHS)
-    parser.add_argument("--samples", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--samples", type=positive_int, default=40)
+    parser.add_argument("--steps", type=positive_int, default=30)
     args = parser.parse_args()
     width, device = WIDTHS[args.width], "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as scratch:

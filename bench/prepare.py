@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from eagle3 import chat, conversations, files, prepare, prepared  # noqa: E402
+from eagle3.cli import positive_int  # noqa: E402
 from eagle3.sources import Raw  # noqa: E402
 from eagle3.target import Target  # noqa: E402
 from eagle3.tokenizer import is_tiktoken  # noqa: E402
@@ -168,9 +169,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", type=Path, required=True, metavar="DIR")
     parser.add_argument("--trust-remote-code", action="store_true")
-    parser.add_argument("--rows", type=int, default=2000, metavar="N", help="conversations (default: 2000)")
-    parser.add_argument("--answer-words", type=int, default=300, metavar="N", help="longest answer (default: 300)")
-    parser.add_argument("--memory-rows", type=int, nargs="+", default=[], metavar="N", help="measure memory instead")
+    parser.add_argument("--rows", type=positive_int, default=2000, metavar="N", help="conversations (default: 2000)")
+    parser.add_argument("--answer-words", type=positive_int, default=300, metavar="N", help="longest answer (300)")
+    parser.add_argument(
+        "--memory-rows", type=positive_int, nargs="+", default=[], metavar="N", help="measure memory instead"
+    )
     args = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with tempfile.TemporaryDirectory() as temporary:

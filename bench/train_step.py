@@ -32,6 +32,7 @@ import torch
 
 import eagle3.ttt
 from eagle3.batches import PackedBatch
+from eagle3.cli import positive_int
 from eagle3.draft import NORM_FLAGS, Draft, DraftConfig, Teacher
 from eagle3.flops import training_flops
 from eagle3.ttt import supervised_counts, supervised_depth, training_loss
@@ -366,13 +367,13 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, default="kimi", help="sizes of the draft")
     parser.add_argument("--full-vocab", action="store_true", help="draft over the target's whole vocabulary")
-    parser.add_argument("--samples", type=int, default=4, help="samples in a batch")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a sample")
-    parser.add_argument("--ttt-steps", type=int, default=7, help="steps of the training-time test")
+    parser.add_argument("--samples", type=positive_int, default=4, help="samples in a batch")
+    parser.add_argument("--length", type=positive_int, default=2048, help="tokens of a sample")
+    parser.add_argument("--ttt-steps", type=positive_int, default=7, help="steps of the training-time test")
     parser.add_argument("--supervised", type=float, nargs="+", default=[0.7], help="answer's share of a sample")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16 on a GPU, float32 on a CPU")
-    parser.add_argument("--repeats", type=int, default=6, help="timed steps")
+    parser.add_argument("--repeats", type=positive_int, default=6, help="timed steps")
     parser.add_argument("--ours-only", action="store_true", help="without speculators")
     parser.add_argument(
         "--attention", help="speculators' attention (default: simple_flex_attention on a GPU, else sdpa)"
