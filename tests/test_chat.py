@@ -1,6 +1,7 @@
 """A token is supervised exactly when the target would generate it, for every template, and prompts are the server's."""
 
 import json
+import re
 import shutil
 from functools import cache
 from pathlib import Path
@@ -327,6 +328,14 @@ def test_typed_control_tokens_never_become_structure(name):
     with pytest.raises(Drop, match="control_token"):
         tool = {"name": "f", "description": f"does {end}"}
         samples(name, {"messages": [user("a"), assistant("y")], "tools": [tool]})
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_control_token_is_found(name):
+    """Whatever character it starts with, and those too that an answer may hold: think tags, calls of tools."""
+    for token in loaded(name).control_tokens:
+        with pytest.raises(Drop, match=re.escape(f"{token!r} inside the text of a user turn")):
+            samples(name, {"messages": [user(f"a{token}b"), assistant("y")]})
 
 
 def test_border_inside_a_token_keeps_the_servers_prompt():
