@@ -117,13 +117,16 @@ class Chat:
         return any_of(self._turn_tokens)
 
     @cached_property
+    def _spoken_anywhere(self) -> list[re.Pattern[str]]:
+        return quick_patterns(self._turn_tokens)
+
+    @cached_property
     def _control(self) -> re.Pattern[str]:
         return any_of(self.control_tokens)
 
     @cached_property
-    def _forbidden(self) -> dict[bool, list[re.Pattern[str]]]:
-        """What may not be inside an answer's text (True), and inside any other."""
-        return {True: quick_patterns(self._turn_tokens), False: quick_patterns(self.control_tokens)}
+    def _control_anywhere(self) -> list[re.Pattern[str]]:
+        return quick_patterns(self.control_tokens)
 
     @cached_property
     def probe(self) -> Sample:
@@ -275,10 +278,10 @@ class Chat:
     def check_text(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> None:
         """Drop what holds the text of a control token, since the server reads that as the control token."""
         for message in messages:
-            patterns = self._forbidden[message["role"] == "assistant"]
+            patterns = self._spoken_anywhere if message["role"] == "assistant" else self._control_anywhere
             if found := _search(patterns, [v for k, v in message.items() if k != "role"]):
                 raise Drop("control_token", f"{found!r} inside the text of a {message['role']} turn")
-        if found := _search(self._forbidden[False], tools):
+        if found := _search(self._control_anywhere, tools):
             raise Drop("control_token", f"{found!r} inside a tool's declaration")
 
     def completion(
