@@ -2,6 +2,8 @@
 # The environment is made on first use and again when requirements-cpu.txt changes.
 PYTHON ?= python3
 PY := .venv/bin/python
+# Wheels are unpacked beside the environment: they take 0.7 GB for a while, which /tmp does not have everywhere.
+PIP_INSTALL := TMPDIR="$(CURDIR)/.venv" $(PY) -m pip install --quiet --disable-pip-version-check
 SMOLLM2 := data/targets/smollm2-135m
 PROMPTS := data/prompts
 HELD_OUT := $(PROMPTS)/mt_bench.jsonl $(PROMPTS)/humaneval.jsonl $(PROMPTS)/gsm8k.jsonl
@@ -11,11 +13,10 @@ HELD_OUT := $(PROMPTS)/mt_bench.jsonl $(PROMPTS)/humaneval.jsonl $(PROMPTS)/gsm8
 install: .venv/installed
 
 # torch first and with its own needs, so that it works with whatever build pip finds; the rest exactly as locked.
-# Wheels are unpacked beside the environment: they take 0.7 GB for a while, which /tmp does not have everywhere.
 .venv/installed: requirements-cpu.txt
 	$(PYTHON) -m venv --clear .venv
-	TMPDIR="$(CURDIR)/.venv" $(PY) -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' requirements-cpu.txt)"
-	TMPDIR="$(CURDIR)/.venv" $(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-cpu.txt
+	$(PIP_INSTALL) "$$(grep '^torch==' requirements-cpu.txt)"
+	$(PIP_INSTALL) --no-deps -r requirements-cpu.txt
 	touch $@
 
 lint: .venv/installed

@@ -6,7 +6,7 @@ LEGACY_PYTHON ?= python3.11
 
 .venv-legacy/installed: requirements-legacy.txt
 	$(LEGACY_PYTHON) -m venv --clear .venv-legacy
-	.venv-legacy/bin/pip install --quiet --no-deps -r requirements-legacy.txt
+	TMPDIR="$(CURDIR)/.venv-legacy" .venv-legacy/bin/pip install --quiet --no-deps -r requirements-legacy.txt
 	touch $@
 
 test-legacy: .venv-legacy/installed

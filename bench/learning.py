@@ -320,9 +320,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--tune-lr", type=float, nargs="*", default=TRIED, metavar="X", help="rates tried; none: each side's own")
     add("--seeds", type=positive_int, default=3, metavar="N")
     add("--steps", type=positive_int, metavar="N", help="optimizer steps (those of our epochs)")
-    add(
-        "--jobs", type=positive_int, default=1, metavar="N", help="trainings and engines side by side on one device (1)"
-    )
+    add("--jobs", type=positive_int, default=1, metavar="N", help="trainings, or engines, at a time on one device (1)")
     add("--drafts", type=positive_int, default=3, metavar="N", help="tokens drafted when served (3)")
     add("--concurrency", type=positive_int, default=16, metavar="N", help="answers at a time (16)")
     add("--serving", default="", help="more flags of 04: '--max-tokens 128 --limit 20'")
