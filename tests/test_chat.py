@@ -161,6 +161,15 @@ class TestD2Tokenizer:
         text = "".join(data.draw(st.lists(st.one_of(token, part, TEXTS, st.sampled_from(" <[|>]\n")), max_size=8)))
         assert loaded("kimi").encode(text) == model.encode(text, allowed_special="all")
 
+    @settings(max_examples=300, deadline=None)
+    @given(st.lists(st.one_of(st.integers(0, 1023), st.integers(0, 255), st.integers(960, 983)), max_size=12))
+    def test_any_ids_are_decoded_to_the_text_that_transformers_gives(self, ids):
+        """Parts of characters and special tokens included, though it is tiktoken alone that decodes them."""
+        kimi = loaded("kimi")
+        assert kimi.decode(ids) == kimi.tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
     @pytest.mark.parametrize(
         ("tokens", "patterns"),
         [
