@@ -18,7 +18,7 @@ from typing import Any
 from eagle3 import files, sandbox
 from eagle3.conversations import THINK_CLOSE, THINK_OPEN, Conversation, Drop, Message
 from eagle3.target import Target
-from eagle3.tokenizer import any_of, check_tokenizer, decode, encoder, load_tokenizer, quick_patterns, same_text
+from eagle3.tokenizer import any_of, check_tokenizer, decoder, encoder, load_tokenizer, quick_patterns, same_text
 
 TURNS = ("each", "last")
 PROBE = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -69,7 +69,7 @@ class Chat:
 
     def __init__(self, target: Target, tokenizer: Any, template_kwargs: dict[str, Any]) -> None:
         self.target, self.tokenizer, self.template_kwargs = target, tokenizer, template_kwargs
-        self.encode = encoder(tokenizer, self.control_tokens)
+        self.encode, self.decode = encoder(tokenizer, self.control_tokens), decoder(tokenizer)
         self._headers: dict[str, list[int]] = {}
 
     @cached_property
@@ -166,10 +166,6 @@ class Chat:
     def prompt_ids(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
         """The ids that the server's engine gets for these messages. Drop when the template rejects them."""
         return self.encode(self.prompt_text(messages, tools))
-
-    def decode(self, ids: list[int]) -> str:
-        """The text of ids, special tokens included."""
-        return decode(self.tokenizer, ids)
 
     def _render(self, messages: list[Message], tools: list[dict[str, Any]] | None, add_generation_prompt: bool) -> str:
         try:

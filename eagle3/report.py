@@ -68,7 +68,7 @@ def _decoder(outputs: list[runs.Output], model_path: Path | None, trust: bool) -
         loaded = tokenizer.load_tokenizer(target, trust)
     except ValueError as error:
         return None, f"the tokenizer was not loaded: {error}."
-    return lambda ids: tokenizer.decode(loaded, ids), ""
+    return tokenizer.decoder(loaded), ""
 
 
 def _check_target(outputs: list[runs.Output], target: Target) -> None:

@@ -17,7 +17,7 @@ from eagle3 import chat
 from eagle3.conversations import Conversation, Drop, parse
 from eagle3.sources import Raw
 from eagle3.target import Target
-from eagle3.tokenizer import encoder, quick_patterns
+from eagle3.tokenizer import decode, decoder, encoder, load_tokenizer, quick_patterns
 from tests import stages
 
 LOCAL = [name for name in TARGETS if name != "smollm2"]
@@ -166,9 +166,17 @@ class TestD2Tokenizer:
     def test_any_ids_are_decoded_to_the_text_that_transformers_gives(self, ids):
         """Parts of characters and special tokens included, though it is tiktoken alone that decodes them."""
         kimi = loaded("kimi")
-        assert kimi.decode(ids) == kimi.tokenizer.decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        assert kimi.decode == kimi.tokenizer.model.decode
+        assert kimi.decode(ids) == decode(kimi.tokenizer, ids)
+
+    def test_what_is_not_its_tiktoken_alone_decodes_by_itself(self):
+        """A class with a decoding of its own, and a token that was added beside tiktoken, which does not know it."""
+        tokenizer = load_tokenizer(Target.open(target_folder("kimi")), True)
+        assert decoder(tokenizer) == tokenizer.model.decode
+        with mock.patch.object(tokenizer, "decode", lambda ids, **_: tokenizer.model.decode(ids).upper()):
+            assert decoder(tokenizer)([tokenizer.encode("a")[0]]) == "A"
+        tokenizer.add_tokens(["<new>"], special_tokens=True)
+        assert decoder(tokenizer)([1024, *tokenizer.encode("a")]) == "<new>a"
 
     @pytest.mark.parametrize(
         ("tokens", "patterns"),
