@@ -54,6 +54,8 @@ def parse_row(line: str | bytes, where: str) -> Row:
         raise ValueError(f"{where}: not a prepared row (id, input_ids, loss_mask): {error!r}") from None
     if row.input_ids.ndim != 1 or len(row.input_ids) == 0:
         raise ValueError(f"{where}: input_ids must be a non-empty list of token ids")
+    if row.input_ids.min() < 0:
+        raise ValueError(f"{where}: input_ids holds {row.input_ids.min()}, expected ids from 0")
     if row.loss_mask.shape != row.input_ids.shape:
         raise ValueError(f"{where}: has {len(row.input_ids)} input_ids but {row.loss_mask.size} loss_mask entries")
     if row.loss_mask.max() > 1:

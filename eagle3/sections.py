@@ -50,8 +50,13 @@ class Run:
         return {"what": WHAT[stage], "command": COMMANDS[stage].format(run=self.folder)}
 
     def text(self, ids: list[int]) -> str:
-        """The text of token ids; the ids themselves without a tokenizer."""
-        return self.decode(ids) if self.decode else "".join(f"{i} " for i in ids)
+        """The text of token ids; the ids themselves without a tokenizer. ValueError for one that it does not know."""
+        if not self.decode:
+            return "".join(f"{i} " for i in ids)
+        try:
+            return self.decode(ids)
+        except (LookupError, OverflowError):
+            raise ValueError(f"one of the token ids {ids} is none of the target's tokenizer") from None
 
 
 @dataclass(frozen=True)
@@ -284,7 +289,8 @@ def sample(run: Run) -> Section:
     if not found or not found[0].is_file():
         return run.missing("prepare")
     rows = list(islice(prepared.read_rows(found[0]), NUM_SAMPLES))
-    return {"rows": [_sample_row(run, row) for row in rows], "fault": run.fault}
+    with runs.reading(found[0]):
+        return {"rows": [_sample_row(run, row) for row in rows], "fault": run.fault}
 
 
 def _sample_row(run: Run, row: prepared.Row) -> Section:

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from html.parser import HTMLParser
 from unittest import mock
@@ -186,6 +187,11 @@ def test_a_stage_that_is_missing_is_named_with_its_command(copied, gone, section
     assert sum("is missing. This makes it:" in text for text in texts.values()) <= 2
 
 
+def first_id(key: str, token: int) -> Callable[[str], str]:
+    """The damage that makes `token` the first id of each list of this name."""
+    return lambda text: re.sub(rf'("{key}": ?\[\s*)\d+', rf"\g<1>{token}", text)
+
+
 @pytest.mark.parametrize(
     ("file", "damage", "said"),
     [
@@ -207,6 +213,8 @@ def test_a_stage_that_is_missing_is_named_with_its_command(copied, gone, section
             "metadata.json: not as the stage writes",
         ),
         ("draft/config.json", lambda t: "{}", "draft/config.json: not as the stage writes it"),
+        ("prepared/tokenized_data.jsonl", first_id("input_ids", -1), "data.jsonl:1: input_ids holds -1"),
+        ("evaluation.json", first_id("tokens", -1), "is none of the target's tokenizer"),
     ],
 )
 def test_a_broken_file_is_named_with_what_is_wrong(copied, file, damage, said):
