@@ -89,6 +89,11 @@ class Chat:
         return {t: i for t, i in added.items() if t.strip() == t != "" and (t in special or t in self.template)}
 
     @cached_property
+    def num_tokens(self) -> int:
+        """The tokens that the tokenizer knows and config.json counts: many a vocab_size is rounded up."""
+        return min(self.target.vocab_size, 1 + max(self.tokenizer.get_vocab().values()))
+
+    @cached_property
     def special_ids(self) -> list[int]:
         """Ids that belong into every draft vocabulary: control and special tokens and the stop tokens."""
         return sorted({*self.control_tokens.values(), *self.tokenizer.all_special_ids, *self.stop_ids})

@@ -132,10 +132,8 @@ class Rows:
             raise Drop("other_template_kwargs", f"made with --chat-template-kwargs {found}, this run has {expected}")
 
     def _tokens(self, row: conversations.Tokens) -> Kept:
-        if max(row.input_ids) >= self.chat.target.vocab_size:
-            raise Drop(
-                "bad_tokens", f"id {max(row.input_ids)}, but the target has {self.chat.target.vocab_size} tokens"
-            )
+        if max(row.input_ids) >= self.chat.num_tokens:
+            raise Drop("bad_tokens", f"id {max(row.input_ids)}, but the target has {self.chat.num_tokens} tokens")
         expected = self.chat.target.fingerprint["tokenizer"]
         if row.tokenizer not in (None, expected):
             raise Drop(

@@ -3,6 +3,7 @@
 import json
 import os
 import runpy
+import shutil
 import signal
 import sys
 from collections import Counter
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from chat_targets import assistant, target_folder, user
 
-from eagle3 import chat, prepare, prepared, vocab
+from eagle3 import chat, files, prepare, prepared, vocab
 from eagle3.target import Target
 
 SCRIPT = Path(__file__).resolve().parents[1] / "01_prepare_data.py"
@@ -228,6 +229,17 @@ def test_generated_rows_keep_their_ids(script):
     (made,) = rows_of(folder)
     assert code == 0 and made.input_ids.tolist() == [5, 6, 7] and made.loss_mask.tolist() == [0, 1, 1]
     assert counts(folder)["dropped"] == {"other_tokenizer": 1, "bad_tokens": 1, "no_supervised_token": 1}
+
+
+def test_ids_of_a_padded_vocabulary_are_no_tokens(script, tmp_path):
+    """config.json counts 1,100, the tokenizer knows 1,024: id 1023 is a token, id 1024 drops its row, by line."""
+    folder = shutil.copytree(target_folder("kimi"), tmp_path / "padded")
+    config = files.read_json(folder / "config.json")
+    files.write_json(folder / "config.json", config | {"text_config": config["text_config"] | {"vocab_size": 1100}})
+    rows = [{"input_ids": [5, token], "loss_mask": [0, 1]} for token in (1023, 1024)]
+    code, out, printed = script(rows, "--model-path", str(folder))
+    assert code == 0 and [row.input_ids.tolist() for row in rows_of(out)] == [[5, 1023]]
+    assert counts(out)["dropped"] == {"bad_tokens": 1} and "id 1024, but the target has 1024 tokens" in printed
 
 
 def test_workers_write_the_same(script, tmp_path):
