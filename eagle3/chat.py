@@ -18,7 +18,16 @@ from typing import Any
 from eagle3 import files, sandbox
 from eagle3.conversations import THINK_CLOSE, THINK_OPEN, Conversation, Drop, Message
 from eagle3.target import Target
-from eagle3.tokenizer import any_of, check_tokenizer, decoder, encoder, load_tokenizer, quick_patterns, same_text
+from eagle3.tokenizer import (
+    any_of,
+    check_tokenizer,
+    decoder,
+    encoder,
+    known_ids,
+    load_tokenizer,
+    quick_patterns,
+    same_text,
+)
 
 TURNS = ("each", "last")
 PROBE = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -91,7 +100,7 @@ class Chat:
     @cached_property
     def num_tokens(self) -> int:
         """The tokens that the tokenizer knows and config.json counts: many a vocab_size is rounded up."""
-        return min(self.target.vocab_size, 1 + max(self.tokenizer.get_vocab().values()))
+        return min(self.target.vocab_size, 1 + known_ids(self.tokenizer)[-1])
 
     @cached_property
     def special_ids(self) -> list[int]:

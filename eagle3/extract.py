@@ -227,7 +227,7 @@ def _check_rows(rows: list[prepared.Row], options: Options, vocab_size: int) -> 
             f"--max-seq-len {options.max_seq_len}: {count} of {len(rows)} samples are longer, the longest "
             f"({longest.id}) has {len(longest.input_ids)} tokens; raise it, or prepare the data with this length"
         )
-    if bad := next((r for r in rows if r.input_ids.min() < 0 or r.input_ids.max() >= vocab_size), None):
+    if bad := next((r for r in rows if r.input_ids.max() >= vocab_size), None):
         raise ValueError(
             f"--prepared-data {options.prepared_data}: sample {bad.id!r} has a token id outside 0 to {vocab_size - 1}"
         )

@@ -91,6 +91,11 @@ def encoder(tokenizer: Any, control_tokens: Iterable[str]) -> Callable[[str], li
     return next((encode for encode in quick if all(encode(t) == whole(t) for t in probes)), whole)
 
 
+def known_ids(tokenizer: Any) -> list[int]:
+    """The ids of all tokens, ascending. A class's own `get_vocab`, as Kimi's, may leave added ones out."""
+    return sorted({*tokenizer.get_vocab().values(), *tokenizer.added_tokens_decoder})
+
+
 def decoder(tokenizer: Any) -> Callable[[list[int]], str]:
     """The quickest function that gives `decode(tokenizer, ids)`, as probes of every token show.
 
@@ -102,8 +107,7 @@ def decoder(tokenizer: Any) -> Callable[[list[int]], str]:
 
     if not is_tiktoken(tokenizer):
         return whole
-    tokens = sorted({*range(len(tokenizer)), *tokenizer.added_tokens_decoder})
-    probes = (tokens, tokenizer(" x", add_special_tokens=False)["input_ids"])
+    probes = (known_ids(tokenizer), tokenizer(" x", add_special_tokens=False)["input_ids"])
     try:
         same = all(tokenizer.model.decode(probe) == whole(probe) for probe in probes)
     except LookupError:  # a token that was added beside tiktoken

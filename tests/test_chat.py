@@ -17,7 +17,7 @@ from eagle3 import chat
 from eagle3.conversations import Conversation, Drop, parse
 from eagle3.sources import Raw
 from eagle3.target import Target
-from eagle3.tokenizer import decode, decoder, encoder, load_tokenizer, quick_patterns
+from eagle3.tokenizer import decode, decoder, encoder, known_ids, load_tokenizer, quick_patterns
 from tests import stages
 
 LOCAL = [name for name in TARGETS if name != "smollm2"]
@@ -179,6 +179,7 @@ class TestD2Tokenizer:
                 assert decoder(tokenizer) != whole
         tokenizer.add_tokens(["<new>"], special_tokens=True)
         assert decoder(tokenizer)([1024, *tokenizer.encode("a")]) == "<new>a"
+        assert known_ids(tokenizer) == list(range(1025))
 
     @pytest.mark.parametrize(
         ("tokens", "patterns"),

@@ -11,9 +11,12 @@ from html.parser import HTMLParser
 from unittest import mock
 
 import pytest
+from chat_targets import target_folder
 
 from eagle3 import charts, cli, files, marked, pages, report, runs, sections
 from eagle3.passes import Measurement, Setup
+from eagle3.target import Target
+from eagle3.tokenizer import load_tokenizer
 from tests.run_folder import HOSTILE, SHARES, drafted_pass, evaluation
 
 VOID = {"meta", "link", "br", "rect", "path", "circle", "img", "input", "hr"}
@@ -224,6 +227,15 @@ def test_a_broken_file_is_named_with_what_is_wrong(copied, file, damage, said):
     code, log = make(copied)
     assert code == 2 and said in log.splitlines()[-1] and str(copied) in log.splitlines()[-1]
     assert not (copied / report.PAGE).exists()
+
+
+def test_an_id_that_the_tokenizer_does_not_have_is_named_with_its_file(copied):
+    """In the prepared data, too: tiktoken raises there, other tokenizers write nothing."""
+    path = copied / "prepared/tokenized_data.jsonl"
+    path.write_text(first_id("input_ids", 1024)(path.read_text()))
+    model = load_tokenizer(Target.open(target_folder("kimi")), True).model
+    with pytest.raises(ValueError, match=rf"^{path}: one of the token ids \[1024\] is none"):
+        sections.sample(sections.Run(copied, runs.find(copied), model.decode))
 
 
 def test_a_folder_without_any_stage_is_refused(tmp_path):
