@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from eagle3 import chat
-from eagle3.conversations import Conversation, Drop, parse
+from eagle3.conversations import THINK_CLOSE, THINK_OPEN, Conversation, Drop, parse
 from eagle3.sources import Raw
 from eagle3.target import Target
 from eagle3.tokenizer import decode, decoder, encoder, known_ids, load_tokenizer, quick_patterns
@@ -86,12 +86,17 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=4
 
 
 @pytest.mark.parametrize("name", TARGETS)
-@settings(max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(turns=st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=3))
 def test_supervised_spans_give_back_the_answers(name, turns):
     """Property: decoding the supervised spans gives each answer and its end token, once, in order; the prompt before an
-    answer has exactly the server's ids."""
+    answer has exactly the server's ids.
+
+    A think tag in an answer is mark-up and not text, for a target without such a token too (tested below); Hypothesis
+    tries the strings that the code names, so it does come to write one.
+    """
     texts = [text for turn in turns for text in turn]
+    assume(not any(tag in answer for _, answer in turns for tag in (THINK_OPEN, THINK_CLOSE)))
     assume(not any(loaded(name)._control.search(text) for text in texts))  # a drop, tested below
     assume(name != "smollm2" or not smollm2_lost_bytes() & set("".join(texts).encode()))
     row = {"messages": [m for question, answer in turns for m in (user(question), assistant(answer))]}
@@ -151,7 +156,7 @@ class TestD2Tokenizer:
             assert all(kimi.encode(text) == own(text) for text in (*short, *long))
         assert calls == list(long)
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=300, deadline=None, database=None, derandomize=True)
     @given(st.data())
     def test_text_is_cut_at_special_tokens_as_tiktoken_cuts_it(self, data):
         """Whole special tokens, parts of them, one beside or inside another, in any text: the ids are tiktoken's."""
@@ -161,7 +166,7 @@ class TestD2Tokenizer:
         text = "".join(data.draw(st.lists(st.one_of(token, part, TEXTS, st.sampled_from(" <[|>]\n")), max_size=8)))
         assert loaded("kimi").encode(text) == model.encode(text, allowed_special="all")
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=300, deadline=None, database=None, derandomize=True)
     @given(st.lists(st.one_of(st.integers(0, 1023), st.integers(0, 255), st.integers(960, 983)), max_size=12))
     def test_any_ids_are_decoded_to_the_text_that_transformers_gives(self, ids):
         """Parts of characters and special tokens included, though it is tiktoken alone that decodes them."""
@@ -260,6 +265,42 @@ def test_template_that_loses_an_answer_is_a_drop():
     for name, content in (("smollm2", ""), ("parts", ""), ("llama3", "I call f.")):
         with pytest.raises(Drop, match="template_loses_text"):
             samples(name, {"messages": [user("x"), assistant(content, tool_calls=[call])], "tools": TOOLS})
+
+
+def test_reasoning_that_is_never_closed_is_a_drop():
+    """For every template, with a token for the tag or not; a cut answer may stop there (tested below)."""
+    for name in TARGETS:
+        with pytest.raises(Drop, match="unclosed_reasoning"):
+            samples(name, {"messages": [user("x"), assistant("\n<think>I was")]})
+
+
+def test_think_tags_are_no_text_of_an_answer():
+    """A target that does not reason is not taught tags which its template would not write; the loss is counted."""
+    for name in ("smollm2", "llama3", "parts"):
+        made = loaded(name).samples(conversation({"messages": [user("x"), assistant("<think>r</think>y")]}), 999)
+        assert supervised(name, made.samples[0]) == ["y" + ENDS[name]] and made.reasoning_left_out == 1
+
+
+def test_template_that_rewrites_the_prompt_is_a_drop(tmp_path):
+    """What stands before an answer once it is history has to be what the target was asked with."""
+    folder = shutil.copytree(target_folder("parts"), tmp_path / "other")
+    (folder / "chat_template.jinja").write_text(
+        "{% if messages | length > 2 %}{{ messages | length }}{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    model, messages = chat.load(Target.open(folder)), [user("x"), assistant("y")]
+    assert model.samples(conversation({"messages": messages}), 999).samples
+    with pytest.raises(Drop, match="template_rewrites_prompt: .*y<.* stands after another text"):
+        model.samples(conversation({"messages": messages * 2}), 999)
+
+
+def test_answer_that_cannot_continue_its_prompt_is_a_drop():
+    """Where prompt and answer would merge the answer's ids are its own; if those lose a character, it is dropped."""
+    prompt, lost = "<|im_start|>assistant th", chr(min(smollm2_lost_bytes()))
+    assert loaded("smollm2")._append([], chat.Turn(1, prompt, "e<|im_end|>", False), 999)
+    with pytest.raises(Drop, match="unsafe_boundary: .* cannot continue .*assistant th' with 'e"):
+        loaded("smollm2")._append([], chat.Turn(1, prompt, f"e{lost}<|im_end|>", False), 999)
 
 
 def test_d8_template_error_is_a_drop():

@@ -269,6 +269,22 @@ def test_messages_only_from_a_server_without_token_ids(run, tiny_llama, tmp_path
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("messages", "more", "left_out"),
+    [
+        ([assistant("welcome"), user("one")], {}, {"given_answer": 1}),
+        ([user("one"), user("two")], {"tool_calls": [{"function": {"name": "f"}}]}, {"calls_tool": 1}),
+    ],
+)
+def test_what_cannot_be_had_from_a_server_without_token_ids(run, messages, more, left_out):
+    """An answer of the input could not be told from the target's own; a tool that it calls has nobody to run it."""
+    rows = [prompt("a", "fine"), {"id": "b", "messages": messages}]
+    with ChatServer(lambda request: completion("ok", **(more if len(request["messages"]) == 1 else {}))) as server:
+        result, output = run(rows, server)
+    assert result.returncode == 0, result.stdout
+    assert counts(output)["left_out"] == left_out
+
+
 def test_what_is_asked(run, answers, tmp_path):
     """Sampling flags, template kwargs and at most --batch-size requests at a time; each conversation its own seed."""
     with ChatServer(answers, delay=0.05) as server:
