@@ -11,8 +11,8 @@ and then `--passes` times. The table has medians, and the shares are those of ea
 --compile: all with the target compiled.
 
 Where --output is on a disk that is slower than prefill, ours can be no faster than the disk: its rate is measured
-before and after, with files as large as a shard. --kimi-width: random weights of a DeepseekV3 of Kimi's width (7168,
-6 layers, 32 experts).
+before and after each round, with files as large as a shard, and `of the lower` is the share of what prefill and that
+disk would allow. --kimi-width: random weights of a DeepseekV3 of Kimi's width (7168, 6 layers, 32 experts).
 """
 
 import argparse
@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +63,17 @@ def main() -> None:
         work(args)
         return
     model = args.model_path or kimi_width()
-    disk = [write_rate(args.output)]
     workers = {mode: start_worker(mode, model) for mode in args.modes}
     up = [mode for mode, worker in workers.items() if answer(worker)]
-    rounds = [{mode: one_pass(workers[mode]) for mode in up} for _ in range(1 + args.passes)][1:]
-    passes = {mode: [found[mode] for found in rounds] for mode in up}
+    rounds, disk = [], []
+    for _ in range(1 + args.passes):
+        rounds.append({mode: one_pass(workers[mode]) for mode in up})
+        disk.append(write_rate(args.output))
+    passes = {mode: [found[mode] for found in rounds[1:]] for mode in up}
     for worker in workers.values():
         worker.stdin.close()
         worker.wait()
-    report(args, passes, [*disk, write_rate(args.output)])
+    report(args, passes, disk)
 
 
 def parse() -> argparse.Namespace:
@@ -237,9 +240,10 @@ RUN = {"plain": prefill, "ours": run_ours, "fp8": run_ours, "connector": prefill
 
 
 def report(args: argparse.Namespace, passes: dict[str, list[dict]], disk: list[float]) -> None:
+    """`disk`: its bytes/s before the first counted round and after each."""
     tokens = args.samples * args.tokens
     print(f"{args.samples} samples x {args.tokens} tokens, {args.batch_size} a step, {engine.versions()}")
-    print(f"{'':<10} {'tokens/s':>10}  {'lowest':>10}  {'highest':>10}  {'of plain':>8}  "
+    print(f"{'':<10} {'tokens/s':>10}  {'lowest':>10}  {'highest':>10}  {'of plain':>8}  {'of the lower':>12}  "
           f"{'written GB':>10}  {'GB/s':>6}  each pass of plain")  # fmt: skip
     for mode in args.modes:
         if mode not in passes:
@@ -248,12 +252,20 @@ def report(args: argparse.Namespace, passes: dict[str, list[dict]], disk: list[f
         seconds = [p["seconds"] for p in passes[mode]]
         plain = [p["seconds"] for p in passes.get("plain", [])] or [float("nan")] * len(seconds)
         shares = [a / b for a, b in zip(plain, seconds, strict=True)]
+        lower = statistics.median(of_the_lower(passes[mode], plain, disk))
         slow, middle, fast = (f(seconds) for f in (max, statistics.median, min))
         gb = passes[mode][-1]["bytes"] / 1e9
         print(f"{mode:<10} {tokens / middle:>10,.0f}  {tokens / slow:>10,.0f}  {tokens / fast:>10,.0f}  "
-              f"{statistics.median(shares):>8.1%}  {gb:>10.2f}  {gb / middle:>6.2f}  "
+              f"{statistics.median(shares):>8.1%}  {lower:>12.1%}  {gb:>10.2f}  {gb / middle:>6.2f}  "
               f"{' '.join(f'{share:.1%}' for share in shares)}")  # fmt: skip
-    print(f"disk: {min(disk) / 1e9:.2f} to {max(disk) / 1e9:.2f} GB/s into {args.output}")
+    print(f"disk: {' '.join(f'{rate / 1e9:.2f}' for rate in disk)} GB/s into {args.output}, between the rounds")
+
+
+def of_the_lower(passes: list[dict], plain: list[float], disk: list[float]) -> list[float]:
+    """Each pass's share of the lower of plain prefill's rate and the disk's, the mean of before and after its round."""
+    rates = [(before + after) / 2 for before, after in pairwise(disk)]
+    limits = [max(p["bytes"] / rate, prefill) for p, rate, prefill in zip(passes, rates, plain, strict=True)]
+    return [limit / p["seconds"] for p, limit in zip(passes, limits, strict=True)]
 
 
 if __name__ == "__main__":
