@@ -121,15 +121,19 @@ def one_pass(worker: subprocess.Popen) -> dict:
 
 
 def write_rate(folder: Path) -> float:
-    """Bytes/s at which DISK_FILES files of a shard's size get into `folder` and onto its disk, one thread each."""
+    """Bytes/s at which DISK_FILES files of a shard's size get into `folder` and onto its disk, one thread each.
+
+    Written as shards are: each block is handed to the disk at once, and the file flushed at its end.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     block = os.urandom(1 << 24)
 
     def write(index: int) -> None:
         with open(folder / f"rate-{index}", "wb") as file:
-            for _ in range(extract.SHARD_BYTES // len(block)):
+            for position in range(0, extract.SHARD_BYTES, len(block)):
                 file.write(block)
-            file.flush()
+                file.flush()
+                os.posix_fadvise(file.fileno(), position, len(block), os.POSIX_FADV_DONTNEED)  # as ShardWriter does
             os.fsync(file.fileno())
 
     start = time.perf_counter()
