@@ -51,7 +51,7 @@ def parser() -> cli.Parser:
 def part(text: str) -> tuple[int, int]:
     """An argparse type: I/N with 1 <= I <= N."""
     index, slash, count = text.partition("/")
-    if not (slash and index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
+    if not (slash and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
         raise argparse.ArgumentTypeError(f"expected I/N, such as 1/4 to 4/4, found {text}")
     return int(index), int(count)
 

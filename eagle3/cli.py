@@ -5,6 +5,7 @@ part and returns a plan, `work(plan)` does the stage. Nothing here imports torch
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -58,6 +59,12 @@ class Tool(argparse.ArgumentParser):
         self.exit(REFUSED, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
     def parse(self, argv: list[str] | None = None) -> argparse.Namespace:
+        """The arguments; an empty one is refused: it is an unset variable of a shell, and would mean the folder at hand
+        to a flag that takes a path."""
+        argv = sys.argv[1:] if argv is None else argv
+        for before, text in itertools.pairwise(["the first argument", *argv]):
+            if not text or (text.startswith("--") and text.endswith("=")):
+                self.error(f"{(text or before).rstrip('=')}: nothing was given; is a shell variable unset?")
         return self.parse_args(argv)
 
 
@@ -81,7 +88,7 @@ class Parser(Tool):
         finder.add_argument("--config", type=Path)
         try:
             config = finder.parse_known_args(argv)[0].config
-            return self.parse_args((self._config_arguments(config) if config else []) + argv)
+            return super().parse((self._config_arguments(config) if config else []) + argv)
         except (ValueError, OSError) as error:
             self.error(str(error))
 
@@ -106,7 +113,7 @@ def config_values(path: Path, stage: str) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"--config {path}: no such file")
     try:
-        content = yaml.safe_load(path.read_text()) or {}
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
@@ -267,5 +274,6 @@ def colours(stream: TextIO) -> bool:
 
 
 def _last_line(parser: Tool, text: str) -> None:
-    sys.stdout.flush()
+    if sys.stdout:  # closed by the caller, as in `>&-`
+        sys.stdout.flush()
     print(f"{parser.prog}: {text}", file=sys.stderr, flush=True)

@@ -6,10 +6,12 @@ unfinished is handed out again. Ray is optional: `pip install ray`.
 """
 
 import os
+import socket
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from eagle3.extract import Start
 
 BATCH_SHARDS = 16  # handed to an engine at once: its queue runs dry once in this many shards
+CONNECT_S = 5.0
 MAX_DEATHS = 3  # in a row without a shard finished between them
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -153,13 +156,26 @@ class Cluster:
                 self.watch.sample_done(len(self.extraction.rows[sample].input_ids))
 
 
+def check_address(address: str) -> None:
+    """ValueError if Ray is not installed or nobody listens at the address: Ray itself would try for minutes."""
+    if find_spec("ray") is None:
+        raise ValueError("--ray-address: Ray is not installed in this Python (pip install ray)")
+    if address in ("auto", "local"):
+        return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not (host and port.isdecimal()):
+        raise ValueError(f"--ray-address {address}: expected HOST:PORT, auto (this machine's) or local (a new cluster)")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"--ray-address {address}: nobody answers there ({error})") from None
+
+
 @contextmanager
 def connected(address: str) -> Iterator[None]:
     """A connection to the cluster at `address` ("auto": the one of this machine; "local": a new one on it)."""
-    try:
-        import ray
-    except ImportError:
-        raise ValueError("--ray-address: Ray is not installed in this Python (pip install ray)") from None
+    import ray
+
     path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
     environment = {"env_vars": {"PYTHONPATH": path}}
     try:

@@ -8,9 +8,11 @@ import logging
 import os
 import platform
 import re
+import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -115,7 +117,33 @@ def start(model: Path, *, tp_size: int, gpu_memory_utilization: float, max_model
         arguments |= {"kv_cache_memory_bytes": CPU_KV_CACHE_GIB << 30, "enforce_eager": True}
     else:
         arguments["gpu_memory_utilization"] = gpu_memory_utilization
-    return LLM(**arguments | more)
+    with _interruptible():
+        return LLM(**arguments | more)
+
+
+class _Interrupted(BaseException):
+    """Ctrl-C while an engine starts."""
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let Ctrl-C end the start of an engine: vLLM's own context managers swallow a KeyboardInterrupt there, and its
+    client then waits minutes for an engine that the same Ctrl-C has ended."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # a handler of somebody else, or ignored as in a shell's background job
+        return
+    signal.signal(signal.SIGINT, _raise_interrupted)
+    try:
+        yield
+    except _Interrupted:
+        raise KeyboardInterrupt from None
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _raise_interrupted(_number: int, _frame: object) -> None:
+    raise _Interrupted
 
 
 def _is_no_warm_up(record: logging.LogRecord) -> bool:

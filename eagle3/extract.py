@@ -159,7 +159,6 @@ def read_data(options: Options, target: Target) -> tuple[list[prepared.Row], dic
     fit them."""
     data = prepared.read_metadata(options.prepared_data)
     check_same_target(data["target"], target.fingerprint, str(options.prepared_data))
-    vocab.DraftVocab.load(options.prepared_data.parent)  # goes with the states, for stage 3
     rows = list(prepared.read_rows(options.prepared_data))
     _check_rows(rows, options, target.vocab_size)
     if options.part:
@@ -238,14 +237,20 @@ def _check_rows(rows: list[prepared.Row], options: Options, vocab_size: int) -> 
 def check_folder(extraction: Extraction) -> None:
     """ValueError if the output folder holds a set made with other settings."""
     path = extraction.folder / shards.METADATA
+    there = shards.shard_paths(extraction.folder)
     if path.is_file():
-        if difference := files.first_difference(files.read_json(path), extraction.metadata):
+        # what else stage 1 said of the data changes no state: the settings have the data's hash
+        known = {"prepared": extraction.metadata["prepared"]}
+        if difference := files.first_difference(files.read_json(path) | known, extraction.metadata):
             raise ValueError(
                 f"--output-dir {extraction.folder} holds a set made with other settings: {difference} "
                 "(choose another folder, or --overwrite to delete it)"
             )
-    elif shards.shard_paths(extraction.folder):
+    elif there:
         raise ValueError(f"--output-dir {extraction.folder} has shards but no {shards.METADATA} (or use --overwrite)")
+    planned = {shards.shard_name(index) for index in range(len(extraction.plan))}
+    if foreign := [p for p in there if p.name not in planned or p.is_dir()]:
+        raise ValueError(f"{foreign[0]}: is no shard of this set; move it elsewhere, then give the same command")
 
 
 def clear(folder: Path) -> None:
@@ -366,6 +371,10 @@ class Run:
             except (CaptureFault, KeyboardInterrupt):
                 raise
             except Exception as error:
+                if self.stopping:  # as when a scheduler sends SIGTERM to every process of the run
+                    raise InterruptedError(
+                        f"stopped on request, and its engine with it; {self._in_flight()}; the same command goes on"
+                    ) from error
                 raise RuntimeError(f"the engine stopped; {self._in_flight()}; its traceback is above") from error
         conclude(self.extraction, missing, stopping=self.stopping)
 

@@ -107,18 +107,35 @@ def holder(folder: Path) -> str | None:
 def write_json(path: Path, content: Any) -> None:
     """Write JSON atomically, indented, keys in the order given."""
     with atomic(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; a ValueError names the file when it holds something else."""
+    text = read_text(path)
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(content).__name__}")
     return content
+
+
+def read_text(path: Path) -> str:
+    """Read UTF-8, whatever the locale; a ValueError names the file when it holds something else."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text: {error}") from None
+
+
+def check_entries(path: Path, content: dict[str, Any], expected: dict[str, type], writer: str) -> None:
+    """ValueError naming the file if an entry is missing or of another type, so not as `writer` left it."""
+    for key, kind in expected.items():
+        if not isinstance(content.get(key), kind) or isinstance(content[key], bool):
+            found = f"has {key!r}: {content[key]!r}" if key in content else f"has no {key!r}"
+            raise ValueError(f"{path}: {found[:100]}, so it is not as {writer} wrote it; run it again")
 
 
 def open_tensors(path: Path) -> "safe_open":

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from eagle3 import extract, files, gpus, shards, vllm_source
+from eagle3 import cluster, extract, files, gpus, runs, shards, vllm_source
 from eagle3.extract import Extraction, Options
 from eagle3.target import Target
 
@@ -30,13 +30,16 @@ class Table:
     rows: list[tuple[str, str, str]] = field(default_factory=list)
 
     def check(self, name: str, find: Callable[[], T], describe: Callable[[T], str] = str) -> T | None:
-        """Add a row: `describe` of what `find` gives, or its ValueError as a refusal; the value, None if refused."""
+        """Add a row: `describe` of what `find` gives, its LookupError as a note, or its ValueError as a refusal; the
+        value, None without one."""
         try:
             value = find()
             self.rows.append((name, OK, describe(value)))
             return value
         except LookupError as unknown:
-            self.rows.append((name, NOTE, str(unknown.args[0])))
+            if type(unknown) is not LookupError:  # a KeyError is no note but a fault of this program
+                raise
+            self.rows.append((name, NOTE, str(unknown)))
         except (ValueError, OSError) as error:
             self.rows.append((name, REFUSED, str(error)))
         return None
@@ -119,7 +122,11 @@ def _examine_hardware(table: Table, options: Options, target: Target) -> None:
     from eagle3 import engine
 
     if options.ray_address:
-        table.check("platform", lambda: f"Ray cluster at {options.ray_address}; its GPUs are not looked at")
+        table.check(
+            "platform",
+            lambda: cluster.check_address(options.ray_address),
+            lambda _: f"Ray cluster at {options.ray_address}; its GPUs are not looked at",
+        )
         return
     if engine.on_cpu():
         table.check("platform", lambda: f"CPU, {len(os.sched_getaffinity(0))} processors, float32")
@@ -162,7 +169,7 @@ def _cuda_compiler() -> str:
 
 
 def _folder(folder: Path, extraction: Extraction | None, overwrite: bool) -> str:
-    files.check_folder("--output-dir", folder)
+    runs.check_output_folder(folder, "extract")
     if pid := files.holder(folder):
         raise ValueError(f"--output-dir {folder}: another run writes there (process {pid})")
     if extraction and not overwrite:

@@ -255,7 +255,7 @@ def default_workers(inputs: Iterable[Path]) -> int:
 
 def check(plan: Plan) -> bool:
     """Refuse with ValueError what can be refused before rows are read; return whether there is nothing left to do."""
-    files.check_folder("--output-dir", plan.output)
+    runs.check_output_folder(plan.output, "prepare")
     files.check_file("--output-dir", plan.output / prepared.DATA, plan.inputs)
     longest = plan.target.text.get("max_position_embeddings", plan.settings.max_seq_len)
     if plan.settings.max_seq_len > longest:

@@ -1,22 +1,31 @@
 """The prepared data: tokenized_data.jsonl (ids and loss mask), metadata.json and draft_vocab.json beside it.
 
 A row is {"id": str, "input_ids": [int], "loss_mask": [0 or 1]}, the two lists of one length; 1 marks a token that
-the target itself would generate. metadata.json holds the format, the target's fingerprint, the settings and the counts.
+the target itself would generate. metadata.json holds the format, hashes of the two other files, the target's
+fingerprint, the settings and the counts.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
 import msgspec
 import numpy as np
 
-from eagle3 import files
+from eagle3 import files, vocab
 
 FORMAT = "eagle3-prepared/1"
 DATA, METADATA = "tokenized_data.jsonl", "metadata.json"
+HASHED = {"data_sha256": DATA, "draft_vocab_sha256": vocab.FILE}  # an entry of the metadata for each file
+
+
+class _Line(msgspec.Struct):
+    """A line of the file as JSON: types are strict, so that no 1.5 is taken for a token."""
+
+    id: Annotated[str, msgspec.Meta(min_length=1)]
+    input_ids: list[int]
+    loss_mask: list[int]
 
 
 @dataclass(frozen=True)
@@ -47,12 +56,11 @@ def write_row(file: IO[str], row: Row) -> None:
 def parse_row(line: str | bytes, where: str) -> Row:
     """One line as a Row; ValueError naming `where` and the fault for a line that is not a sound sample."""
     try:
-        content = json.loads(line)
-        row_id, ids, mask = content["id"], content["input_ids"], content["loss_mask"]
-        row = Row(str(row_id), np.asarray(ids, np.int32), np.asarray(mask, np.uint8))
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
-        raise ValueError(f"{where}: not a prepared row (id, input_ids, loss_mask): {error!r}") from None
-    if row.input_ids.ndim != 1 or len(row.input_ids) == 0:
+        found = msgspec.json.decode(line, type=_Line)
+        row = Row(found.id, np.asarray(found.input_ids, np.int32), np.asarray(found.loss_mask, np.uint8))
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{where}: not a prepared row (id, input_ids, loss_mask): {error}") from None
+    if len(row.input_ids) == 0:
         raise ValueError(f"{where}: input_ids must be a non-empty list of token ids")
     if row.input_ids.min() < 0:
         raise ValueError(f"{where}: input_ids holds {row.input_ids.min()}, expected ids from 0")
@@ -72,12 +80,14 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 def write_metadata(folder: Path, settings: Mapping[str, Any]) -> None:
     """Write metadata.json; the last file of a preparation, so its presence means that the data is whole."""
-    content = {"format": FORMAT, "data_sha256": files.sha256_file(folder / DATA), **settings}
-    files.write_json(folder / METADATA, content)
+    hashes = {key: files.sha256_file(folder / name) for key, name in HASHED.items()}
+    files.write_json(folder / METADATA, {"format": FORMAT, **hashes, **settings})
 
 
 def read_metadata(data: Path) -> dict[str, Any]:
     """The metadata beside a tokenized_data.jsonl. ValueError if the pair is missing, foreign or does not match."""
+    if data.is_dir():
+        raise ValueError(f"--prepared-data {data}: is a folder; name its {DATA}")
     if not data.is_file():
         raise ValueError(f"--prepared-data {data}: no such file (01_prepare_data.py writes it)")
     path = data.with_name(METADATA)
@@ -86,8 +96,10 @@ def read_metadata(data: Path) -> dict[str, Any]:
     metadata = files.read_json(path)
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{path}: expected format {FORMAT!r}, found {metadata.get('format')!r}")
-    if missing := [key for key in ("data_sha256", "target") if key not in metadata]:
-        raise ValueError(f"{path}: has no {missing[0]!r}, so it is not as 01_prepare_data.py wrote it; run it again")
-    if metadata["data_sha256"] != (found := files.sha256_file(data)):
-        raise ValueError(f"{data}: was changed after it was prepared (sha256 {found[:12]}..., see {path})")
+    files.check_entries(path, metadata, {"target": dict, **dict.fromkeys(HASHED, str)}, "01_prepare_data.py")
+    for key, file in {"data_sha256": data, "draft_vocab_sha256": data.with_name(vocab.FILE)}.items():
+        if not file.is_file():
+            raise ValueError(f"{file}: missing; run 01_prepare_data.py again, it writes the file")
+        if metadata[key] != (found := files.sha256_file(file)):
+            raise ValueError(f"{file}: was changed after it was prepared (sha256 {found[:12]}..., see {path})")
     return metadata

@@ -86,11 +86,7 @@ def _output(path: Path) -> Output | None:
         stage = files.read_json(path).get("stage")
         place = path.parent if path.name == STATUS else path.with_name(path.name.removesuffix(f".{STATUS}"))
         return Output(stage, place) if stage in cli.STAGES else None
-    with open(path, "rb") as file:
-        head = file.read(HEAD_BYTES).decode(errors="replace")
-    stage = next((stage for text, stage in FORMATS.items() if f'"format": "{text}' in head), None)
-    if path.name == SETTINGS and '"command"' in head:
-        stage = "train"
+    stage = _stage_of(path)
     if stage is None:
         if path.name in (METADATA, SETTINGS, EVALUATION) or path.name.endswith(META):
             files.read_json(path)  # of others, or broken
@@ -100,9 +96,29 @@ def _output(path: Path) -> Output | None:
     return Output(stage, path if stage == "evaluate" else path.parent)
 
 
+def check_output_folder(folder: Path, stage: str) -> None:
+    """ValueError if a stage cannot write its output here, or if a model or another stage's output would be spoilt."""
+    files.check_folder("--output-dir", folder)
+    if (folder / "config.json").is_file():
+        raise ValueError(f"--output-dir {folder}: has a config.json, so it is a model's folder; choose another folder")
+    path = folder / METADATA
+    found = path.is_file() and _stage_of(path)
+    if found and found != stage:
+        raise ValueError(f"--output-dir {folder}: holds the output of another stage ({found}); choose another folder")
+
+
 def _age(output: Output) -> float:
     """When it was last written to, as far as its describing file tells."""
     return output.file.stat().st_mtime if output.file.is_file() else 0.0
+
+
+def _stage_of(path: Path) -> str | None:
+    """The stage that describes its output in this file, by the file's beginning."""
+    with open(path, "rb") as file:
+        head = file.read(HEAD_BYTES).decode(errors="replace")
+    if path.name == SETTINGS and '"command"' in head:
+        return "train"
+    return next((stage for text, stage in FORMATS.items() if f'"format": "{text}' in head), None)
 
 
 @contextmanager

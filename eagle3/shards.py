@@ -10,9 +10,9 @@ On disk, in this order, with all samples of a shard one after another:
     python -m eagle3.shards verify DIR    # lists what is wrong; exit code 1 if anything is
     python -m eagle3.shards show DIR      # what is there
 
-The header's metadata holds the sample ids, the checksums (xxh3 of each sample's tensors) and what the whole set
-shares: format, layer ids, layer convention, target fingerprint, versions. A file under its final name is always whole:
-it is written under a temporary name at known positions, flushed, and renamed.
+The header's metadata holds the shard's index, the sample ids, the checksums (xxh3 of each sample's tensors, and of the
+header itself) and what the whole set shares: format, layer ids, layer convention, target fingerprint, versions. A file
+under its final name is always whole: it is written under a temporary name at known positions, flushed, and renamed.
 """
 
 from __future__ import annotations  # torch is imported where it is used, so that `--help` is quick
@@ -40,9 +40,11 @@ from eagle3 import cli, files, vocab
 if TYPE_CHECKING:
     import torch
 
-FORMAT = "eagle3-hidden-states/1"
+FORMAT = "eagle3-hidden-states/2"
 METADATA = "metadata.json"
 VERIFY_THREADS = 8  # a disk gives its full rate to several readers only
+OWN = ("index", "sample_ids", "checksums", "checksum_tokens")  # of one shard; the rest is the whole set's
+HEADER = "checksum_header"
 REDO = "02_extract_hidden_states.py with the same flags redoes the shard"
 FP8 = "float8_e4m3fn"
 DTYPES = {"offsets": np.int64, "input_ids": np.int32, "loss_mask": np.uint8}
@@ -243,11 +245,21 @@ def _checksum_room(content: ShardContent, form: ShardFormat) -> int:
 
 def _header(content: ShardContent, form: ShardFormat, digests: list[str]) -> bytes:
     tokens = _tokens_checksum(content.offsets, content.input_ids, content.loss_mask)
-    own = {"sample_ids": content.sample_ids, "checksums": digests, "checksum_tokens": tokens}
+    own = dict(zip(OWN, (content.index, content.sample_ids, digests, tokens), strict=True))
     metadata = {k: json.dumps(v) for k, v in ({"format": FORMAT} | form.shared | own).items()}
     layout = _layout(content, form)
+    metadata[HEADER] = _header_checksum(metadata, {name: entry[:2] for name, entry in layout.items()})
     entries = {n: {"dtype": c, "shape": s, "data_offsets": [a, b]} for n, (c, s, a, b) in layout.items()}
     return json.dumps({"__metadata__": metadata} | entries).encode()
+
+
+def _header_checksum(metadata: dict[str, str], tensors: dict[str, tuple[str, list[int]]]) -> str:
+    """xxh3 of all that a header says: its metadata but for this checksum, and each tensor's dtype and shape.
+
+    Where a tensor lies follows from these: safetensors takes no file with gaps, or with less or more than they need.
+    """
+    said = [{k: v for k, v in metadata.items() if k != HEADER}, tensors]
+    return xxhash.xxh3_64_hexdigest(json.dumps(said, sort_keys=True).encode())
 
 
 def _digests(has_scale: bool) -> dict[str, xxhash.xxh3_64]:
@@ -291,18 +303,25 @@ class Shard:
         self.path = path
         try:
             self._file = safe_open(path, "pt")
-            metadata = {k: json.loads(v) for k, v in (self._file.metadata() or {}).items()}
-            if metadata.get("format") != FORMAT:
-                raise ValueError(f"expected format {FORMAT!r}, found {metadata.get('format')!r}")
-            self.metadata: dict[str, Any] = metadata
+            self.metadata = self._checked_metadata()
             self.offsets = self._file.get_tensor("offsets").numpy()
             self.input_ids = self._file.get_tensor("input_ids").numpy()
             self.loss_mask = self._file.get_tensor("loss_mask").numpy()
             self._states = self._file.get_slice("hidden_states")
         except (SafetensorError, ValueError, OSError) as error:
             raise ValueError(f"{path}: not a whole shard: {error}") from None
-        self.sample_ids: list[str] = metadata["sample_ids"]
+        self.sample_ids: list[str] = self.metadata["sample_ids"]
         self._unverified = set(range(len(self.sample_ids)))
+
+    def _checked_metadata(self) -> dict[str, Any]:
+        raw = self._file.metadata() or {}
+        if raw.get("format") != json.dumps(FORMAT):
+            raise ValueError(f"expected format {FORMAT!r}, found {raw.get('format')}")
+        slices = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118
+        tensors = {name: (found.get_dtype(), found.get_shape()) for name, found in slices.items()}
+        if raw.get(HEADER) != _header_checksum(raw, tensors):
+            raise ValueError("its header does not match its checksum")
+        return {key: json.loads(value) for key, value in raw.items() if key != HEADER}
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -310,8 +329,7 @@ class Shard:
     @property
     def shared(self) -> dict[str, Any]:
         """The metadata that all shards of a set have in common."""
-        own = ("sample_ids", "checksums", "checksum_tokens")
-        return {k: v for k, v in self.metadata.items() if k not in own}
+        return {k: v for k, v in self.metadata.items() if k not in OWN}
 
     @cached_property
     def _scale(self) -> Any:
@@ -357,7 +375,9 @@ class Shard:
 
     def faults(self) -> list[str]:
         """What is wrong with the stored bytes, one line a fault; empty when every checksum holds."""
-        found = [self._token_fault()] + [
+        named = shard_name(self.metadata["index"])
+        misnamed = None if self.path.name == named else f"{self.path}: is {named} by its header"
+        found = [misnamed, self._token_fault()] + [
             None if self._checksum_of(self.stored(index)) == expected else self._fault(index)
             for index, expected in enumerate(self.metadata["checksums"])
         ]
@@ -387,7 +407,7 @@ class ShardSet:
         for folder in folders:
             paths = shard_paths(folder)
             if not paths:
-                raise ValueError(f"--hidden-states {folder}: no shards there (02_extract_hidden_states.py writes them)")
+                raise ValueError(f"{folder}: no shards there (02_extract_hidden_states.py writes them)")
             try:
                 self.shards += map(Shard, paths)
             except ValueError as error:
@@ -487,7 +507,7 @@ def verify(folder: Path) -> list[str]:
     counts = Counter(i for shard in opened for i in shard.sample_ids)
     faults += [f"{folder}: sample {i!r} is there {count} times" for i, count in counts.items() if count > 1]
     faults += [f"{path}: of a run that was killed, or is running" for path in files.leftovers(folder)]
-    return faults + _faults_of_the_whole(folder, {p.name for p in paths}, len(counts))
+    return faults + _faults_of_the_whole(folder, paths, opened, len(counts))
 
 
 def _opened_and_verified(path: Path) -> tuple[Shard | None, list[str]]:
@@ -504,23 +524,45 @@ def read_metadata(folder: Path) -> dict[str, Any]:
     metadata = files.read_json(path)
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{path}: expected format {FORMAT!r}, found {metadata.get('format')!r}")
-    if missing := [key for key in ("settings", "prepared", "num_samples", "num_shards") if key not in metadata]:
-        raise ValueError(f"{path}: has no {missing[0]!r}, so it is not as 02_extract_hidden_states.py wrote it")
+    expected = dict.fromkeys(("shared", "settings", "prepared"), dict)
+    expected |= dict.fromkeys(("num_samples", "num_tokens", "num_shards"), int)
+    files.check_entries(path, metadata, expected, "02_extract_hidden_states.py")
     return metadata
 
 
-def _faults_of_the_whole(folder: Path, names: set[str], num_samples: int) -> list[str]:
+def load_vocab(folder: Path, metadata: dict[str, Any]) -> vocab.DraftVocab:
+    """The draft vocabulary beside the shards. ValueError if it is damaged, or not the one of the prepared data."""
+    found, expected = vocab.DraftVocab.load(folder), metadata["prepared"].get("draft_vocab_sha256")
+    if expected and files.sha256_file(folder / vocab.FILE) != expected:
+        raise ValueError(
+            f"{folder / vocab.FILE}: is not the one of the prepared data; 02_extract_hidden_states.py with the same "
+            "flags copies it again"
+        )
+    return found
+
+
+def _faults_of_the_whole(folder: Path, paths: list[Path], opened: list[Shard], num_samples: int) -> list[str]:
     """What metadata.json promises and the shards do not hold; a draft vocabulary that stage 3 would not take."""
     if absent := [folder / name for name in (METADATA, vocab.FILE) if not (folder / name).is_file()]:
         return [f"{path}: missing" for path in absent]
-    metadata = read_metadata(folder)
-    expected = [shard_name(i) for i in range(metadata["num_shards"])]
+    try:
+        metadata = read_metadata(folder)
+    except ValueError as error:
+        return [str(error)]
+    names, expected = {p.name for p in paths}, [shard_name(i) for i in range(metadata["num_shards"])]
     faults = [f"{folder / name}: missing" for name in expected if name not in names]
     faults += [f"{folder / name}: not of this set" for name in sorted(names - set(expected))]
-    if num_samples != metadata["num_samples"]:
-        faults.append(f"{folder}: expected {metadata['num_samples']:,} samples, found {num_samples:,}")
+    shared = {"format": FORMAT} | metadata["shared"]
+    if opened and (difference := files.first_difference(shared, opened[0].shared)):
+        faults.append(f"{opened[0].path}: does not belong with {METADATA}: {difference}")
+    found = {"num_samples": num_samples, "num_tokens": sum(len(shard.input_ids) for shard in opened)}
+    faults += [
+        f"{folder}: expected {metadata[key]:,} {key.removeprefix('num_')}, found {number:,}"
+        for key, number in found.items()
+        if metadata[key] != number
+    ]
     try:
-        vocab.DraftVocab.load(folder)
+        load_vocab(folder, metadata)
     except ValueError as error:
         faults.append(str(error))
     return faults

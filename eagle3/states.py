@@ -7,7 +7,7 @@ from typing import Any
 
 from eagle3 import files, layers, vocab
 from eagle3.parts import Parts
-from eagle3.shards import METADATA, ShardSet, read_metadata, shard_name, shard_paths
+from eagle3.shards import METADATA, ShardSet, load_vocab, read_metadata, shard_name, shard_paths
 from eagle3.target import Target, check_same_target
 from eagle3.vocab import DraftVocab
 
@@ -39,7 +39,8 @@ class HiddenStates:
             _check_shards(folder, metadata["num_shards"])
         parts = {folder: _part_of(metadata) for folder, metadata in found.items()}
         ordered = sorted(folders, key=lambda folder: parts[folder])
-        metadata, draft_vocab = found[ordered[0]], _load_vocab(ordered[0])
+        metadata = found[ordered[0]]
+        draft_vocab = _load_vocab(ordered[0], metadata)
         _check_together(ordered, found, parts)
         prepared = metadata["prepared"]
         states = cls(
@@ -118,13 +119,13 @@ def _check_shards(folder: Path, expected: int) -> None:
         )
 
 
-def _load_vocab(folder: Path) -> DraftVocab:
+def _load_vocab(folder: Path, metadata: dict[str, Any]) -> DraftVocab:
     if not (folder / vocab.FILE).is_file():
         raise ValueError(
             f"--hidden-states {folder}: has no {vocab.FILE}; 02_extract_hidden_states.py copies it from beside the "
             "prepared data: run it again with the same flags, or copy the file"
         )
-    return DraftVocab.load(folder)
+    return load_vocab(folder, metadata)
 
 
 def _part_of(metadata: dict[str, Any]) -> tuple[int, int]:
@@ -142,7 +143,8 @@ def _check_together(
         settings = {f: metadata[f]["settings"] | {"part": f"of {parts[f][1]}"} for f in (first, folder)}
         if difference := files.first_difference(settings[first], settings[folder]):
             raise ValueError(f"--hidden-states: {first} and {folder} are not parts of one set: {difference}")
-        if _load_vocab(first).fingerprint != _load_vocab(folder).fingerprint:
+        vocabularies = [_load_vocab(f, metadata[f]).fingerprint for f in (first, folder)]
+        if vocabularies[0] != vocabularies[1]:
             raise ValueError(f"--hidden-states: {first} and {folder} have different draft vocabularies")
     if len({parts[folder] for folder in folders}) < len(folders):
         names = ", ".join(f"{number}/{total}" for number, total in parts.values())

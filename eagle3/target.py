@@ -39,31 +39,39 @@ class Target:
         if not (path / "config.json").is_file():
             raise ValueError(f"--model-path {path}: has no config.json, so it is not a model's folder")
         config = files.read_json(path / "config.json")
-        text = config.get("text_config") or config
-        if missing := [k for k in ("num_hidden_layers", "hidden_size", "vocab_size") if k not in text]:
-            raise ValueError(f"{path}/config.json: has no {missing[0]!r}, so it is not a language model's")
-        return cls(path, config, text)
+        target = cls(path, config, config.get("text_config") or config)
+        for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
+            target._count(key)
+        return target
 
     @property
     def num_layers(self) -> int:
-        return self.text["num_hidden_layers"]
+        return self._count("num_hidden_layers")
 
     @property
     def hidden_size(self) -> int:
-        return self.text["hidden_size"]
+        return self._count("hidden_size")
 
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding: at least the number of tokens that the tokenizer knows."""
-        return self.text["vocab_size"]
+        return self._count("vocab_size")
 
     @property
     def num_heads(self) -> int:
-        return self.text["num_attention_heads"]
+        return self._count("num_attention_heads")
 
     @property
     def max_positions(self) -> int:
-        return self.text["max_position_embeddings"]
+        return self._count("max_position_embeddings")
+
+    def _count(self, key: str) -> int:
+        """A number of the language model's config. ValueError if it is not there, or is none."""
+        value = self.text.get(key) if isinstance(self.text, dict) else None
+        if type(value) is not int or value < 1:
+            found = "has no" if value is None else f"expected a number from 1, found {value!r} as"
+            raise ValueError(f"{self.path}/config.json: {found} {key!r}, so it is not a language model's")
+        return value
 
     @property
     def norm_eps(self) -> float:
@@ -83,7 +91,7 @@ class Target:
         """The Jinja source of the chat template, from its own file or the tokenizer's config; None if there is none."""
         own = self.path / "chat_template.jinja"
         if own.is_file():
-            return own.read_text()
+            return files.read_text(own)
         template = self.tokenizer_config.get("chat_template")
         if isinstance(template, list):  # several named templates
             template = {t["name"]: t["template"] for t in template}.get("default")
@@ -120,7 +128,10 @@ class Target:
         """Which file holds each tensor. ValueError if the folder has no safetensors weights."""
         index = self.path / "model.safetensors.index.json"
         if index.is_file():
-            return {name: self.path / file for name, file in files.read_json(index)["weight_map"].items()}
+            found = files.read_json(index).get("weight_map")
+            if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+                raise ValueError(f"{index}: has no weight_map from tensors to files; copy or download it again")
+            return {name: self.path / file for name, file in found.items()}
         single = self.path / "model.safetensors"
         if not single.is_file():
             raise ValueError(f"{self.path}: has neither model.safetensors nor model.safetensors.index.json")
@@ -163,6 +174,6 @@ def check_same_target(expected: dict[str, str], found: dict[str, str], where: st
         raise ValueError(f"{where} was made with another target: its {' and '.join(parts)}")
 
 
-def _short(value: str | None) -> str | None:
+def _short(value: Any) -> Any:
     """The beginning of a hash; a name as it is."""
-    return value[:12] if value and re.fullmatch("[0-9a-f]{64}", value) else value
+    return value[:12] if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) else value

@@ -128,9 +128,9 @@ def plan_run(args: argparse.Namespace) -> Run:
     settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
     _check_chain("--ttt-steps", settings.ttt_steps, "7 in EAGLE-3; each step costs as much as the first")
     _check_chain("--num-speculative-tokens", args.num_speculative_tokens, "3 to 5 are usual")
-    files.check_folder("--output-dir", args.output_dir)
     if args.output_dir.resolve() in {folder.resolve() for folder in args.hidden_states}:
         raise ValueError(f"--output-dir {args.output_dir}: holds the hidden states themselves; name another folder")
+    runs.check_output_folder(args.output_dir, "train")
     target = Target.open(args.model_path)
     states = HiddenStates.open_all(args.hidden_states, target)
     check_fit(states.data, settings.batch_tokens)

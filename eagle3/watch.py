@@ -47,6 +47,8 @@ class Watch:
     def worker_says(self, rows_written: int, check: str) -> None:
         """What the worker last reported: rows in files, and the self-check's line."""
         self._rows_written, self._check = rows_written, check
+        if self._progress is not None:
+            self._progress.update(0, self._note())
 
     def counts(self) -> dict[str, int]:
         """input, skipped (in shards of an earlier run), written (in shards of this run), and the rest, by the files."""

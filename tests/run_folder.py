@@ -2,9 +2,10 @@
 its evaluation made by 04's arithmetic from answers that are given here."""
 
 import json
+import shutil
 from pathlib import Path
 
-from eagle3 import figures, files, runs
+from eagle3 import figures, files, runs, vocab
 from eagle3.passes import Answer, Measurement, Pass, Setup
 from eagle3.status import Counted, Status
 from eagle3.target import Target
@@ -47,6 +48,7 @@ def write_run(folder: Path, model: Path) -> Path:
 
 def write_extraction(folder: Path, model: Path) -> None:
     states = write_states(folder / "hidden_states", model)
+    shutil.copyfile(folder / "prepared" / vocab.FILE, states / vocab.FILE)
     metadata = files.read_json(states / "metadata.json")
     metadata["prepared"] = files.read_json(folder / "prepared" / "metadata.json")
     files.write_json(states / "metadata.json", metadata)

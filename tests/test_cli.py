@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle3 import __version__, cli, extract, files
+from eagle3 import __version__, cli, extract, files, prepared, runs, shards
 from tests import stages
 from tests.test_configs import parser_of
 
@@ -123,6 +123,40 @@ def test_states_do_not_go_where_the_prepared_data_is(tiny_llama: Path, tmp_path)
     )
     with pytest.raises(ValueError, match="--output-dir .*: holds the prepared data itself"):
         extract.open_target(options)
+
+
+@pytest.mark.parametrize(
+    ("stage", "other"), [("prepare", "extract"), ("extract", "prepare"), ("train", "prepare"), ("train", "extract")]
+)
+def test_no_stage_writes_over_another_or_into_a_model(stage, other, tmp_path):
+    """Each has a metadata.json and a status.json; --overwrite is for the stage's own."""
+    own = {"prepare": prepared.FORMAT, "extract": shards.FORMAT}
+    files.write_json(tmp_path / "metadata.json", {"format": own[other]})
+    with pytest.raises(ValueError, match=rf"--output-dir .*: holds the output of another stage \({other}\)"):
+        runs.check_output_folder(tmp_path, stage)
+    files.write_json(tmp_path / "metadata.json", {"format": own.get(stage, "a stranger's")})
+    runs.check_output_folder(tmp_path, stage)
+    files.write_json(tmp_path / "config.json", {})
+    with pytest.raises(ValueError, match="has a config.json, so it is a model's folder"):
+        runs.check_output_folder(tmp_path, stage)
+
+
+@pytest.mark.parametrize("given", [["--output-dir", ""], ["--output-dir="]])
+def test_an_unset_variable_is_no_folder(given, capsys):
+    """`--output-dir "$OUT"` without OUT would be the folder at hand."""
+    with pytest.raises(SystemExit) as end:
+        parser_of("extract").parse(["--model-path", "m", "--prepared-data", "p", *given])
+    assert end.value.code == cli.REFUSED
+    assert "--output-dir: nothing was given; is a shell variable unset?" in capsys.readouterr().err
+
+
+def test_a_refusal_reaches_stderr_when_stdout_is_closed():
+    """`>&-`, as some schedulers start their jobs."""
+    command = f"{sys.executable} 02_extract_hidden_states.py --model-path /none --prepared-data x --output-dir y >&-"
+    result = subprocess.run(command, shell=True, cwd=ROOT, text=True, stderr=subprocess.PIPE)
+    assert result.returncode == cli.REFUSED
+    assert "Traceback" not in result.stderr
+    assert "--model-path /none: no such folder" in result.stderr.splitlines()[-1]
 
 
 ROOT = stages.ROOT

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -12,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from eagle3 import capture, cli, extract, files, prepared, shards, vocab
+from eagle3 import capture, cli, cluster, extract, files, prepared, shards, vocab
 from eagle3.shards import ShardSet
 from eagle3.target import Target
 from tests import hf_states, replay, stages
@@ -20,7 +22,7 @@ from tests import hf_states, replay, stages
 LAYERS = [1, 2, 3, 5]
 KIMI_LAYERS = [2, 30, 58, 60]
 LENGTHS = [37, 5, 48, 64, 1, 40, 33, 44, 64, 39, 41, 2]
-TWIN = 8  # has the tokens of sample 3
+TWIN, KIN = 8, 6  # have the tokens of sample 3, and its first 32: a block of vLLM's cache
 
 
 def write_prepared(folder, model_path, lengths=LENGTHS, vocab_size=None):
@@ -30,6 +32,7 @@ def write_prepared(folder, model_path, lengths=LENGTHS, vocab_size=None):
     tokens = [rng.integers(0, vocab_size or target.vocab_size, n).astype(np.int32) for n in lengths]
     if lengths == LENGTHS:
         tokens[TWIN] = tokens[3]
+        tokens[KIN][:32] = tokens[3][:32]
     with open(folder / prepared.DATA, "w") as file:
         for i, ids in enumerate(tokens):
             mask = (np.arange(len(ids)) >= len(ids) // 3).astype(np.uint8)
@@ -66,8 +69,8 @@ def run_in_process(planned: extract.Extraction, **changes) -> None:
 
 def test_every_schedule_gives_the_same_states(tiny_llama, data, tmp_path):
     """Chunks of 16 tokens, four prompts at a time, a KV cache of five blocks, so that prompts are preempted and start
-    again; samples of 1 token, of exactly --max-seq-len, twice the same, small shards: every row equals Transformers'
-    (E3, E4)."""
+    again; samples of 1 token, of exactly --max-seq-len, twice the same, two with one beginning, small shards: every row
+    equals Transformers' (E3, E4)."""
     started = []
 
     def start(extraction):
@@ -90,6 +93,7 @@ def test_every_schedule_gives_the_same_states(tiny_llama, data, tmp_path):
     assert states.lengths.tolist() == LENGTHS
     assert states.sample_ids == [f"s{i}" for i in range(len(LENGTHS))]
     assert states[TWIN].input_ids.tolist() == states[3].input_ids.tolist()
+    assert states[KIN].input_ids[:32].tolist() == states[3].input_ids[:32].tolist()
     assert hf_states.worst_error(tiny_llama, states) < 1e-4
     assert shards.verify(tmp_path / "states") == []
 
@@ -140,9 +144,9 @@ def test_a_worker_out_of_memory_ends_the_run(tiny_llama, data, tmp_path, capfd):
 
 @pytest.mark.slow
 def test_killed_workers_and_drivers_of_a_real_run(tiny_llama, tmp_path):
-    """kill -9 of the engine: exit code 1, the samples in flight named, no hang. SIGTERM while loading: ends at once.
-    kill -9 of the driver: no process is left. Then the same command: finished shards untouched, and every row equals
-    Transformers' (E11)."""
+    """kill -9 of the engine: exit code 1, the samples in flight named, no hang. SIGTERM while loading, and Ctrl-C,
+    which the engine hears too: ends at once. kill -9 of the driver: no process is left. Then the same command: finished
+    shards untouched, and every row equals Transformers' (E11)."""
     lengths = np.random.default_rng(2).integers(30, 65, 3000).tolist()
     data = write_prepared(tmp_path / "prepared", tiny_llama, lengths)
     out = tmp_path / "states"
@@ -150,7 +154,15 @@ def test_killed_workers_and_drivers_of_a_real_run(tiny_llama, tmp_path):
     log = (tmp_path / "log").open("w+")
 
     def start():
-        return subprocess.Popen(command, cwd=stages.ROOT, stdout=log, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            command, cwd=stages.ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )  # fmt: skip
+
+    def start_to_load():
+        run = start()
+        wait_for(lambda: files.read_json(out / "status.json")["state"] == "loading" and engines_of(run.pid), run)
+        return run, engines_of(run.pid)
 
     run = start()
     wait_for(lambda: len(shards.shard_paths(out)) >= 2, run)
@@ -160,9 +172,13 @@ def test_killed_workers_and_drivers_of_a_real_run(tiny_llama, tmp_path):
     text = (tmp_path / "log").read_text()
     assert "samples were in flight: s" in text
     assert files.read_json(out / "status.json")["state"] == "failed"
-    run = start()
-    wait_for(lambda: files.read_json(out / "status.json")["state"] == "loading" and engines_of(run.pid), run)
-    family = engines_of(run.pid)
+    run, family = start_to_load()
+    time.sleep(3)  # into vLLM's own waiting
+    os.killpg(run.pid, signal.SIGINT)
+    assert run.wait(timeout=60) == cli.INTERRUPTED
+    assert psutil.wait_procs(family, timeout=20)[1] == []
+    assert "interrupted by Ctrl-C; the same command goes on" in (tmp_path / "log").read_text()
+    run, family = start_to_load()
     run.terminate()
     assert run.wait(timeout=60) == cli.INTERRUPTED
     assert psutil.wait_procs(family, timeout=20)[1] == []
@@ -268,7 +284,7 @@ def test_a_layer_that_is_not_there_is_refused(tiny_kimi, tmp_path):
 def test_data_of_another_tokenizer_is_refused(tiny_kimi, data, tmp_path):
     """Data prepared with the tiny Llama's tokenizer does not run through the tiny Kimi."""
     line = refused(*flags(tiny_kimi, data, tmp_path / "out", layer_ids=[2, 30, 58, 60]))
-    assert "was made with another target" in line and "tokenizer" in line or "config" in line
+    assert "was made with another target: its config (" in line and "and tokenizer (" in line
 
 
 @pytest.mark.parametrize(
@@ -287,6 +303,50 @@ def test_flags_that_cannot_work_are_refused(tiny_llama, data, tmp_path, changes,
     """One clear line that names the flag, exit code 2, nothing written."""
     assert said in refused(*flags(tiny_llama, data, tmp_path / "out", **changes))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_draft_vocabulary_of_another_preparation_is_refused(tiny_llama, tmp_path):
+    """It would go along with the states: a sound file, of the right target, but not written with the data."""
+    data = write_prepared(tmp_path / "prepared", tiny_llama, [8])
+    vocab.DraftVocab(Target.open(tiny_llama).vocab_size, np.arange(9)).save(data.parent)
+    line = refused(*flags(tiny_llama, data, tmp_path / "out"))
+    assert "draft_vocab.json: was changed after it was prepared" in line
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "name", "said"),
+    [
+        ("[1.7, 2]", "[0, 1]", '"a"', "got `float`"),
+        ("[true, 2]", "[0, 1]", '"a"', "got `bool`"),
+        ('["1", 2]', "[0, 1]", '"a"', "got `str`"),
+        ("[1, 2]", "[0, 1.5]", '"a"', "got `float`"),
+        ("[1, 99999999999]", "[0, 1]", '"a"', "out of bounds"),
+        ("[1, 2]", "[0, 1]", "null", "Expected `str`, got `null`"),
+        ("[1, 2]", "[0, 1]", '""', "Expected `str` of length >= 1"),
+        ("[" * 100_000, "[0]", '"a"', "Expected `int`, got `array`"),
+    ],
+)
+def test_a_row_of_other_types_is_no_row(ids, mask, name, said):
+    """Nothing is rounded, or taken for a number or a name."""
+    line = f'{{"id": {name}, "input_ids": {ids}, "loss_mask": {mask}}}'
+    with pytest.raises(ValueError, match="data:3: not a prepared row .*" + re.escape(said)):
+        prepared.parse_row(line, "data:3")
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("nonsense", "expected HOST:PORT, auto"),
+        ("http://nowhere", "expected HOST:PORT, auto"),
+        ("127.0.0.1:1", "nobody answers there"),
+    ],
+)
+def test_a_ray_address_is_tried_before_the_load(address, said, monkeypatch):
+    """Ray itself would try for minutes, and with the engines already planned."""
+    monkeypatch.setattr(cluster, "find_spec", lambda _: True)
+    with pytest.raises(ValueError, match=f"--ray-address {address}: {said}"):
+        cluster.check_address(address)
+    cluster.check_address("auto")
 
 
 def test_damaged_data_is_refused(tiny_llama, data, tmp_path):

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from eagle3 import engine, extract, files, preflight, shards
+from eagle3 import engine, extract, files, preflight, prepared, shards, vocab
+from eagle3.states import HiddenStates
 from eagle3.watch import STATUS
 from tests import replay, stages
 from tests.test_extract import LAYERS, write_prepared
@@ -219,6 +221,118 @@ def test_sigterm_finishes_the_shards_at_hand(planned, capsys):
     assert shards.verify(planned.folder) == []
 
 
+def test_sigterm_to_the_engine_as_well_is_a_stop(planned, monkeypatch):
+    """A scheduler sends SIGTERM to every process of a run, which ends vLLM's engine at once: stopped, not failed; the
+    samples in flight are named, and the same command completes the set."""
+    step, steps = replay.Replay.step, []
+
+    def stop_at_the_tenth(self):
+        steps.append(1)
+        if len(steps) == 10:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise ConnectionError("the engine core is dead")
+        return step(self)
+
+    monkeypatch.setattr(replay.Replay, "step", stop_at_the_tenth)
+    with pytest.raises(InterruptedError, match=r"stopped on request, and its engine with it; \d+ samples .*; the same"):
+        replay.run(planned)
+    assert status(planned)["state"] == "stopped"
+    monkeypatch.undo()
+    replay.run(planned)
+    assert shards.verify(planned.folder) == []
+
+
+def test_ctrl_c_ends_the_start_of_an_engine():
+    """vLLM's context managers swallow a KeyboardInterrupt while an engine starts: it arrives all the same, and where
+    Ctrl-C is ignored, as in a shell's background job, it stays so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), engine._interruptible(), suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with engine._interruptible():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_what_stage_1_says_of_the_same_data_may_change(options, planned, tmp_path):
+    """A renamed input, another draft vocabulary: no state depends on them, so a finished set is kept, and the new
+    vocabulary goes along."""
+    replay.run(planned)
+    before, folder = replay.finished(planned.folder), tmp_path / "prepared"
+    shutil.copytree(options.prepared_data.parent, folder)
+    metadata = files.read_json(folder / prepared.METADATA)
+    vocab.DraftVocab(planned.target.vocab_size, np.arange(100)).save(folder)
+    again = {k: v for k, v in metadata.items() if k != "format" and k not in prepared.HASHED}
+    prepared.write_metadata(folder, again | {"inputs": ["renamed.jsonl"]})
+    replay.run(extract.plan_extraction(dataclasses.replace(options, prepared_data=folder / prepared.DATA)))
+    assert replay.finished(planned.folder) == before
+    assert vocab.DraftVocab.load(planned.folder).size == 100
+    assert shards.verify(planned.folder) == []
+
+
+def test_files_that_are_no_shards_of_the_set_are_refused(planned):
+    """A copy under a further number, a folder under a shard's name: named, nothing deleted. Stage 3 refuses them."""
+    replay.run(planned)
+    further = planned.path(len(planned.plan))
+    shutil.copy(planned.path(3), further)
+    with pytest.raises(ValueError, match=f"{further}: is no shard of this set"):
+        replay.run(planned)
+    further.unlink()
+    planned.path(3).unlink()
+    planned.path(3).mkdir()
+    with pytest.raises(ValueError, match=f"{planned.path(3)}: is no shard of this set"):
+        replay.run(planned)
+    assert planned.path(3).is_dir()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        (
+            "shared",
+            {"layer_ids": [0]},
+            "does not belong with metadata.json: layer_ids: expected [0], found [1, 2, 3, 5]",
+        ),
+        ("shared", None, "has 'shared': None"),
+        ("prepared", None, "has 'prepared': None"),
+        ("settings", [], "has 'settings': []"),
+        ("num_shards", "14", "has 'num_shards': '14'"),
+        ("num_samples", "300", "has 'num_samples': '300'"),
+        ("num_tokens", 1, "expected 1 tokens, found"),
+    ],
+)
+def test_metadata_that_the_shards_contradict_is_found(planned, key, value, said):
+    """`verify` holds metadata.json against the shards, and lists it beside what else is wrong."""
+    replay.run(planned)
+    path = planned.folder / shards.METADATA
+    files.write_json(path, files.read_json(path) | {key: value})
+    (planned.folder / ".x.1.tmp").touch()
+    faults = shards.verify(planned.folder)
+    assert len(faults) == 2 and ".x.1.tmp" in faults[0] and said in faults[1]
+
+
+def test_shards_that_changed_places_and_a_foreign_vocabulary_are_found(planned):
+    """Two shards under each other's names; a sound draft vocabulary that is not the one of the prepared data."""
+    replay.run(planned)
+    first, second = planned.path(1), planned.path(2)
+    first.rename(planned.folder / "kept")
+    second.rename(first)
+    (planned.folder / "kept").rename(second)
+    assert shards.verify(planned.folder) == [
+        f"{first}: is {second.name} by its header",
+        f"{second}: is {first.name} by its header",
+    ]
+    replay.run(planned)
+    vocab.DraftVocab(planned.target.vocab_size, np.arange(7)).save(planned.folder)
+    (fault,) = shards.verify(planned.folder)
+    assert "draft_vocab.json: is not the one of the prepared data" in fault
+    with pytest.raises(ValueError, match=r"draft_vocab.json: is not the one of the prepared data"):
+        HiddenStates.open(planned.folder, planned.target)
+
+
 def test_states_that_are_not_finite_stop_the_run(planned, capfd):
     """A NaN names its sample, the log has the writer's traceback, the counts add up, status.json says failed."""
     known = replay.random_states(4, 64)
@@ -362,4 +476,5 @@ def test_the_command_line_verifies_and_shows(planned):
     assert said.splitlines() == [
         f"{planned.path(2)}: missing",
         f"{planned.folder}: expected 300 samples, found {300 - lost}",
+        f"{planned.folder}: expected 10,014 tokens, found {10_014 - planned.tokens_of([2]):,}",
     ]

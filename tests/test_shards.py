@@ -139,6 +139,31 @@ def test_one_flipped_bit_is_found(tmp_path, name):
         assert faults == [f"{path}: sample 'b0' does not match its checksum"]
 
 
+@pytest.mark.parametrize(
+    ("said", "damaged"),
+    [
+        ("[1, 2, 3, 4]", "[0, 2, 3, 4]"),  # another layer
+        ('\\"a0\\"', '\\"c0\\"'),  # another sample
+        ('"index": "0"', '"index": "1"'),
+        ('"F32"', '"I32"'),
+        ("[9, 4, 16]", "[9, 16, 4]"),
+        ('"sample_ids"', '"sample_idr"'),
+        ('"checksums"', '"checksumz"'),
+        ('"checksum_tokens"', '"checksum_tokenz"'),
+        ('"checksum_header"', '"checksum_headez"'),
+        ('"layer_convention"', '"layer_conventiom"'),
+    ],
+)
+def test_a_header_that_was_changed_does_not_open(tmp_path, said, damaged):
+    """Whatever a header says, one character of it changed: refused by name. Its layer ids decide what 03 trains on."""
+    path = write(tmp_path)
+    raw = path.read_bytes()
+    assert raw.count(said.encode()) == 1
+    path.write_bytes(raw.replace(said.encode(), damaged.encode()))
+    with pytest.raises(ValueError, match=f"{path}: not a whole shard: its header does not match its checksum"):
+        Shard(path)
+
+
 @pytest.mark.parametrize("keep", [0, 4, 100, -1])
 def test_a_shard_cut_short_does_not_open(tmp_path, keep):
     """Empty, without a whole header, without its data or one byte short: refused by name; as a set with the remedy."""

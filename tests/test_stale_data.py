@@ -121,7 +121,7 @@ def test_hashes_are_shortened_and_names_are_not(tiny_llama, changed, data, tmp_p
     assert f"{said} and tokenizer (expected {was['tokenizer'][:12]}, found {now['tokenizer'][:12]})" in str(error.value)
 
 
-@pytest.mark.parametrize(("keep", "said"), [(None, "missing; run 01_prepare_data.py again"), (20, "not valid JSON")])
+@pytest.mark.parametrize(("keep", "said"), [(None, "missing; run 01_prepare_data.py again"), (20, "was changed after")])
 def test_extraction_refuses_data_without_its_draft_vocabulary(tiny_llama, data, tmp_path, keep, said):
     """It is copied beside the states, and stage 3 needs it: found before the load, not after it."""
     path = data.with_name(vocab.FILE)
