@@ -3,6 +3,7 @@
 import ast
 import functools
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from eagle3 import extract, gpus, preflight, vllm_source
+from eagle3 import extract, files, gpus, preflight, vllm_source
 from eagle3.target import Target
 from tests.test_extract import options, write_prepared
 
@@ -177,6 +178,48 @@ def test_all_refusals_are_shown_at_once(tiny_llama, tmp_path):
     assert [name for name, verdict, _ in table.rows if verdict == "REFUSED"] == ["data", "output folder"]
     with pytest.raises(ValueError, match=r"--max-seq-len 7: 1 of 1 samples .* \(and 1 more, see above\)"):
         preflight.require(wanted)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("config.json", {"num_attention_heads": None}, "has no 'num_attention_heads'"),
+        ("config.json", {"max_position_embeddings": "64"}, "found '64' as 'max_position_embeddings'"),
+        ("config.json", {"num_hidden_layers": "six"}, "found 'six' as 'num_hidden_layers'"),
+        ("config.json", {"hidden_size": True}, "found True as 'hidden_size'"),
+        ("config.json", {"text_config": [1]}, "has no 'num_hidden_layers'"),
+        ("model.safetensors.index.json", {"metadata": {}}, "has no weight_map"),
+        ("model.safetensors.index.json", {"weight_map": {"a": 3}}, "has no weight_map"),
+    ],
+)
+def test_a_broken_folder_of_a_model_is_refused_naming_the_file(tiny_llama, tmp_path, file, content, said):
+    """A config without what the checks need, or with something else there, is a refusal: no note, no traceback."""
+    data, model = write_prepared(tmp_path / "prepared", tiny_llama, [8]), tmp_path / "model"
+    shutil.copytree(tiny_llama, model)
+    before = files.read_json(model / file) if (model / file).is_file() else {}
+    files.write_json(model / file, before | content)
+    table, extraction = preflight.examine(options(model, data, tmp_path / "out"))
+    assert extraction is None
+    assert f"{model}/{file}: " in table.refusals[0] and said in table.refusals[0]
+
+
+def test_a_chat_template_that_is_no_text_is_named(tiny_llama, tmp_path):
+    """Text files are read as UTF-8 whatever the locale says, and the file is named when it is none."""
+    shutil.copytree(tiny_llama, tmp_path / "model")
+    (tmp_path / "model/chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="model/chat_template.jinja: not UTF-8 text"):
+        Target.open(tmp_path / "model").chat_template  # noqa: B018
+
+
+def test_prepared_metadata_with_another_type_is_refused(tiny_llama, tmp_path):
+    """A target that is no mapping, or holds no hashes, is not as stage 1 wrote it."""
+    data = write_prepared(tmp_path / "prepared", tiny_llama, [8])
+    path = data.with_name("metadata.json")
+    whole = files.read_json(path)
+    for target, said in (("a", "has 'target': 'a'"), (None, "has 'target': None"), ({"config": 7}, "another target")):
+        files.write_json(path, whole | {"target": target})
+        table, _ = preflight.examine(options(tiny_llama, data, tmp_path / "out"))
+        assert said in table.refusals[0]
 
 
 def test_host_memory_is_bounded_and_compared(tiny_llama, tmp_path):

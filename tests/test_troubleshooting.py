@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from functools import cache
@@ -25,6 +26,7 @@ import torch
 from eagle3 import (
     capture,
     cli,
+    cluster,
     drafts,
     evaluate,
     extract,
@@ -33,6 +35,7 @@ from eagle3 import (
     gpus,
     preflight,
     prepared,
+    runs,
     selfcheck,
     server,
     shards,
@@ -371,6 +374,24 @@ def other_set(bench):
     return refused(extract.check_folder, bench.extraction(layer_ids=[0, 2, 3, 5]))
 
 
+@produces("--output-dir <dir>: holds the output of another stage (<stage>); choose another folder")
+def another_stages(bench):
+    files.write_json(bench.folder / "metadata.json", {"format": prepared.FORMAT})
+    return refused(runs.check_output_folder, bench.folder, "extract")
+
+
+@produces("--output-dir <dir>: has a config.json, so it is a model's folder; choose another folder")
+def a_models(bench):
+    return refused(runs.check_output_folder, bench.kimi, "train")
+
+
+@produces("--ray-address <address>: nobody answers there (<why>)")
+def no_cluster(bench):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster, "find_spec", lambda _: True)  # Ray itself is optional
+        return refused(cluster.check_address, "127.0.0.1:1")
+
+
 # Stage 2, while it runs
 
 
@@ -401,6 +422,17 @@ def flipped(bench):
 def dead_engine(bench):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replay.Replay, "step", lambda _: (_ for _ in ()).throw(ConnectionError("engine core is dead")))
+        return refused(replay.run, bench.extraction())
+
+
+@produces("stopped on request, and its engine with it; <samples>; the same command goes on")
+def stopped_with_its_engine(bench):
+    def stop(_):
+        signal.raise_signal(signal.SIGTERM)
+        raise ConnectionError("engine core is dead")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay.Replay, "step", stop)
         return refused(replay.run, bench.extraction())
 
 
