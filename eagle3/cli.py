@@ -5,7 +5,6 @@ part and returns a plan, `work(plan)` does the stage. Nothing here imports torch
 """
 
 import argparse
-import itertools
 import json
 import math
 import os
@@ -62,9 +61,11 @@ class Tool(argparse.ArgumentParser):
         """The arguments; an empty one is refused: it is an unset variable of a shell, and would mean the folder at hand
         to a flag that takes a path."""
         argv = sys.argv[1:] if argv is None else argv
-        for before, text in itertools.pairwise(["the first argument", *argv]):
-            if not text or (text.startswith("--") and text.endswith("=")):
-                self.error(f"{(text or before).rstrip('=')}: nothing was given; is a shell variable unset?")
+        flag = self.prog
+        for text in argv:
+            flag = text.partition("=")[0] if text.startswith("--") else flag
+            if text in ("", f"{flag}="):
+                self.error(f"{flag}: an empty value was given; is a shell variable unset?")
         return self.parse_args(argv)
 
 
@@ -143,7 +144,7 @@ def _as_arguments(name: str, value: Any, action: argparse.Action) -> list[str]:
         if action.nargs != 0:
             raise ValueError(f"config key {name!r} takes a value, not {str(value).lower()}")
         return [f"--{name}"] if value else []
-    if value is None:
+    if value is None or value == "":
         return []
     if action.nargs == 0:
         raise ValueError(f"config key {name!r} takes true or false, not {value!r}")

@@ -167,7 +167,7 @@ def check_address(address: str) -> None:
         raise ValueError(f"--ray-address {address}: expected HOST:PORT, auto (this machine's) or local (a new cluster)")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, ValueError) as error:
         raise ValueError(f"--ray-address {address}: nobody answers there ({error})") from None
 
 

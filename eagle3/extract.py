@@ -9,6 +9,7 @@ import math
 import shutil
 import signal
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -159,6 +160,12 @@ def read_data(options: Options, target: Target) -> tuple[list[prepared.Row], dic
     fit them."""
     data = prepared.read_metadata(options.prepared_data)
     check_same_target(data["target"], target.fingerprint, str(options.prepared_data))
+    draft_vocab = vocab.DraftVocab.load(options.prepared_data.parent)  # goes with the states, for stage 3
+    if draft_vocab.target_size != target.vocab_size:
+        raise ValueError(
+            f"{options.prepared_data.with_name(vocab.FILE)}: made for a target of {draft_vocab.target_size} tokens, "
+            f"this one has {target.vocab_size}; run 01_prepare_data.py again with --overwrite"
+        )
     rows = list(prepared.read_rows(options.prepared_data))
     _check_rows(rows, options, target.vocab_size)
     if options.part:
@@ -254,7 +261,9 @@ def check_folder(extraction: Extraction) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Delete what an extraction has written into a folder."""
+    """Delete what an extraction has written into a folder. ValueError, with nothing deleted, if it cannot have."""
+    if folders := [p for p in shards.shard_paths(folder) if p.is_dir()]:
+        raise ValueError(f"{folders[0]}: is a folder, not a shard; move it elsewhere, then give the same command")
     for path in [*shards.shard_paths(folder), *(folder / name for name in (shards.METADATA, vocab.FILE, STATUS))]:
         path.unlink(missing_ok=True)
 
@@ -372,6 +381,7 @@ class Run:
                 raise
             except Exception as error:
                 if self.stopping:  # as when a scheduler sends SIGTERM to every process of the run
+                    traceback.print_exc()
                     raise InterruptedError(
                         f"stopped on request, and its engine with it; {self._in_flight()}; the same command goes on"
                     ) from error

@@ -115,7 +115,7 @@ def read_json(path: Path) -> dict[str, Any]:
     text = read_text(path)
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(content).__name__}")
@@ -130,12 +130,12 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path}: not UTF-8 text: {error}") from None
 
 
-def check_entries(path: Path, content: dict[str, Any], expected: dict[str, type], writer: str) -> None:
-    """ValueError naming the file if an entry is missing or of another type, so not as `writer` left it."""
+def check_entries(path: Path, content: dict[str, Any], expected: dict[str, type]) -> None:
+    """ValueError naming the file if an entry is missing or of another type."""
     for key, kind in expected.items():
         if not isinstance(content.get(key), kind) or isinstance(content[key], bool):
             found = f"has {key!r}: {content[key]!r}" if key in content else f"has no {key!r}"
-            raise ValueError(f"{path}: {found[:100]}, so it is not as {writer} wrote it; run it again")
+            raise ValueError(f"{path}: {found[:100]}, so it is not as its stage wrote it")
 
 
 def open_tensors(path: Path) -> "safe_open":

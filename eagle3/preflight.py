@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, TypeVar
 
 from eagle3 import cluster, extract, files, gpus, runs, shards, vllm_source
@@ -67,7 +66,7 @@ def examine(options: Options, *, overwrite: bool = False) -> tuple[Table, Extrac
     extraction = content and table.check(
         "plan", lambda: extract.plan(options, target, *content), lambda e: _describe_plan(e, overwrite)
     )
-    table.check("output folder", lambda: _folder(options.folder, extraction, overwrite))
+    table.check("output folder", lambda: _folder(options, extraction, overwrite))
     if extraction:
         table.check("disk", lambda: _disk(extraction, overwrite))
         table.check("host memory", lambda: _host_memory(extraction))
@@ -168,8 +167,9 @@ def _cuda_compiler() -> str:
     return nvcc
 
 
-def _folder(folder: Path, extraction: Extraction | None, overwrite: bool) -> str:
-    runs.check_output_folder(folder, "extract")
+def _folder(options: Options, extraction: Extraction | None, overwrite: bool) -> str:
+    for folder in (options.output_dir, options.folder):  # the second is inside the first with --part
+        runs.check_output_folder(folder, "extract")
     if pid := files.holder(folder):
         raise ValueError(f"--output-dir {folder}: another run writes there (process {pid})")
     if extraction and not overwrite:

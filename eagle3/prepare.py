@@ -273,6 +273,7 @@ def _is_done(plan: Plan) -> bool:
     expected = {"format": prepared.FORMAT, **plan.description}
     if difference := files.first_difference({k: found.get(k) for k in expected}, expected):
         raise ValueError(f"{plan.output} holds other data: its {difference}; --overwrite replaces it")
+    prepared.read_metadata(plan.output / prepared.DATA)  # else stage 2 would refuse what is called done here
     return True
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from eagle3 import files, vocab
 
-FORMAT = "eagle3-prepared/1"
+FORMAT = "eagle3-prepared/2"
 DATA, METADATA = "tokenized_data.jsonl", "metadata.json"
 HASHED = {"data_sha256": DATA, "draft_vocab_sha256": vocab.FILE}  # an entry of the metadata for each file
 
@@ -58,7 +58,7 @@ def parse_row(line: str | bytes, where: str) -> Row:
     try:
         found = msgspec.json.decode(line, type=_Line)
         row = Row(found.id, np.asarray(found.input_ids, np.int32), np.asarray(found.loss_mask, np.uint8))
-    except (ValueError, OverflowError) as error:
+    except (ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"{where}: not a prepared row (id, input_ids, loss_mask): {error}") from None
     if len(row.input_ids) == 0:
         raise ValueError(f"{where}: input_ids must be a non-empty list of token ids")
@@ -96,10 +96,17 @@ def read_metadata(data: Path) -> dict[str, Any]:
     metadata = files.read_json(path)
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{path}: expected format {FORMAT!r}, found {metadata.get('format')!r}")
-    files.check_entries(path, metadata, {"target": dict, **dict.fromkeys(HASHED, str)}, "01_prepare_data.py")
+    try:
+        files.check_entries(path, metadata, {"target": dict, **dict.fromkeys(HASHED, str)})
+        files.check_entries(path, {"settings": {}} | metadata, {"settings": dict})
+    except ValueError as error:
+        raise ValueError(f"{error}; run 01_prepare_data.py again with --overwrite") from None
     for key, file in {"data_sha256": data, "draft_vocab_sha256": data.with_name(vocab.FILE)}.items():
         if not file.is_file():
-            raise ValueError(f"{file}: missing; run 01_prepare_data.py again, it writes the file")
+            raise ValueError(f"{file}: missing; run 01_prepare_data.py again with --overwrite, it writes the file")
         if metadata[key] != (found := files.sha256_file(file)):
-            raise ValueError(f"{file}: was changed after it was prepared (sha256 {found[:12]}..., see {path})")
+            raise ValueError(
+                f"{file}: was changed after it was prepared (sha256 {found[:12]}..., see {path}); run "
+                "01_prepare_data.py again with --overwrite"
+            )
     return metadata

@@ -101,10 +101,12 @@ def check_output_folder(folder: Path, stage: str) -> None:
     files.check_folder("--output-dir", folder)
     if (folder / "config.json").is_file():
         raise ValueError(f"--output-dir {folder}: has a config.json, so it is a model's folder; choose another folder")
-    path = folder / METADATA
-    found = path.is_file() and _stage_of(path)
-    if found and found != stage:
-        raise ValueError(f"--output-dir {folder}: holds the output of another stage ({found}); choose another folder")
+    for path in (folder / METADATA, folder / SETTINGS):
+        found = path.is_file() and _stage_of(path)
+        if found and found != stage:
+            raise ValueError(
+                f"--output-dir {folder}: holds the output of another stage ({found}); choose another folder"
+            )
 
 
 def _age(output: Output) -> float:
@@ -126,7 +128,7 @@ def reading(path: Path) -> Iterator[None]:
     """Turn what goes wrong over the content of a file into a ValueError that names it."""
     try:
         yield
-    except (KeyError, TypeError, IndexError, AttributeError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
         fault = f"has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"{path}: not as the stage writes it: {fault}") from error
     except ValueError as error:

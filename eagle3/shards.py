@@ -21,6 +21,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import sys
 import threading
 from collections import Counter
@@ -254,9 +255,9 @@ def _header(content: ShardContent, form: ShardFormat, digests: list[str]) -> byt
 
 
 def _header_checksum(metadata: dict[str, str], tensors: dict[str, tuple[str, list[int]]]) -> str:
-    """xxh3 of all that a header says: its metadata but for this checksum, and each tensor's dtype and shape.
+    """xxh3 of a header's metadata but for this checksum, and of each tensor's dtype and shape.
 
-    Where a tensor lies follows from these: safetensors takes no file with gaps, or with less or more than they need.
+    Where the tensors lie, their own checksums tell.
     """
     said = [{k: v for k, v in metadata.items() if k != HEADER}, tensors]
     return xxhash.xxh3_64_hexdigest(json.dumps(said, sort_keys=True).encode())
@@ -526,7 +527,10 @@ def read_metadata(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: expected format {FORMAT!r}, found {metadata.get('format')!r}")
     expected = dict.fromkeys(("shared", "settings", "prepared"), dict)
     expected |= dict.fromkeys(("num_samples", "num_tokens", "num_shards"), int)
-    files.check_entries(path, metadata, expected, "02_extract_hidden_states.py")
+    files.check_entries(path, metadata, expected)
+    files.check_entries(path, {"settings": {}} | metadata["prepared"], {"settings": dict})
+    if not re.fullmatch(r"[1-9]\d*/[1-9]\d*", part := str(metadata["settings"].get("part") or "1/1")):
+        raise ValueError(f"{path}: has the part {part!r}, expected I/N")
     return metadata
 
 

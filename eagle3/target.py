@@ -79,7 +79,10 @@ class Target:
 
     @property
     def architectures(self) -> list[str]:
-        return list(self.config.get("architectures") or [])
+        found = self.config.get("architectures") or []
+        if not isinstance(found, list):
+            raise ValueError(f"{self.path}/config.json: expected a list of architectures, found {found!r}")
+        return found
 
     @cached_property
     def tokenizer_config(self) -> dict[str, Any]:
@@ -94,7 +97,10 @@ class Target:
             return files.read_text(own)
         template = self.tokenizer_config.get("chat_template")
         if isinstance(template, list):  # several named templates
-            template = {t["name"]: t["template"] for t in template}.get("default")
+            named = [t for t in template if isinstance(t, dict) and t.get("name") == "default"]
+            template = named[0].get("template") if named else None
+        if template is not None and not isinstance(template, str):
+            raise ValueError(f"{self.path}/tokenizer_config.json: its chat_template is no text: {template!r}"[:200])
         return template
 
     @cached_property
@@ -162,7 +168,10 @@ class Target:
         if len(found) != 1:
             wanted = " or ".join(stem + name for stem in stems)
             raise ValueError(f"{self.path}: expected one tensor named {wanted}, found {len(found)}")
-        with files.open_tensors(self.weight_files[found[0]]) as file:
+        path = self.weight_files[found[0]]
+        with files.open_tensors(path) as file:
+            if found[0] not in file.keys():  # noqa: SIM118
+                raise ValueError(f"{path}: does not hold {found[0]}, though the index says so; download it again")
             return file.get_tensor(found[0])
 
 

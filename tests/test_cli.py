@@ -126,28 +126,40 @@ def test_states_do_not_go_where_the_prepared_data_is(tiny_llama: Path, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("stage", "other"), [("prepare", "extract"), ("extract", "prepare"), ("train", "prepare"), ("train", "extract")]
-)
+    ("stage", "other"),
+    [
+        ("prepare", "extract"), ("prepare", "train"), ("extract", "prepare"), ("extract", "train"),
+        ("train", "prepare"), ("train", "extract"),
+    ],
+)  # fmt: skip
 def test_no_stage_writes_over_another_or_into_a_model(stage, other, tmp_path):
-    """Each has a metadata.json and a status.json; --overwrite is for the stage's own."""
-    own = {"prepare": prepared.FORMAT, "extract": shards.FORMAT}
-    files.write_json(tmp_path / "metadata.json", {"format": own[other]})
+    """They have files of the same names, a status.json at least; --overwrite is for the stage's own."""
+    described = {
+        "prepare": ("metadata.json", {"format": prepared.FORMAT}),
+        "extract": ("metadata.json", {"format": shards.FORMAT}),
+        "train": ("settings.json", {"command": "03_train_draft.py"}),
+    }
+    name, content = described[other]
+    files.write_json(tmp_path / name, content)
     with pytest.raises(ValueError, match=rf"--output-dir .*: holds the output of another stage \({other}\)"):
         runs.check_output_folder(tmp_path, stage)
-    files.write_json(tmp_path / "metadata.json", {"format": own.get(stage, "a stranger's")})
+    (tmp_path / name).unlink()
+    name, content = described[stage]
+    files.write_json(tmp_path / name, content)
     runs.check_output_folder(tmp_path, stage)
     files.write_json(tmp_path / "config.json", {})
     with pytest.raises(ValueError, match="has a config.json, so it is a model's folder"):
         runs.check_output_folder(tmp_path, stage)
 
 
-@pytest.mark.parametrize("given", [["--output-dir", ""], ["--output-dir="]])
+@pytest.mark.parametrize("given", [["--output-dir", ""], ["--output-dir="], ["--output-dir", "x", ""]])
 def test_an_unset_variable_is_no_folder(given, capsys):
     """`--output-dir "$OUT"` without OUT would be the folder at hand."""
     with pytest.raises(SystemExit) as end:
         parser_of("extract").parse(["--model-path", "m", "--prepared-data", "p", *given])
     assert end.value.code == cli.REFUSED
-    assert "--output-dir: nothing was given; is a shell variable unset?" in capsys.readouterr().err
+    assert "--output-dir: an empty value was given; is a shell variable unset?" in capsys.readouterr().err
+    assert parser_of("generate").parse([*NEEDED["generate"], "--base-url=http://x/v1?key=YWI="]).base_url.endswith("=")
 
 
 def test_a_refusal_reaches_stderr_when_stdout_is_closed():

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
@@ -210,7 +211,12 @@ runpy.run_path("02_extract_hidden_states.py", run_name="__main__")
 
 def engines_of(pid: int) -> list[psutil.Process]:
     """vLLM's processes below a process."""
-    return [p for p in psutil.Process(pid).children(recursive=True) if p.name().startswith("VLLM")]
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # a short-lived one, such as lscpu
+            if process.name().startswith("VLLM"):
+                found.append(process)
+    return found
 
 
 def wait_for(condition, run) -> None:

@@ -221,7 +221,7 @@ def test_sigterm_finishes_the_shards_at_hand(planned, capsys):
     assert shards.verify(planned.folder) == []
 
 
-def test_sigterm_to_the_engine_as_well_is_a_stop(planned, monkeypatch):
+def test_sigterm_to_the_engine_as_well_is_a_stop(planned, monkeypatch, capfd):
     """A scheduler sends SIGTERM to every process of a run, which ends vLLM's engine at once: stopped, not failed; the
     samples in flight are named, and the same command completes the set."""
     step, steps = replay.Replay.step, []
@@ -237,6 +237,7 @@ def test_sigterm_to_the_engine_as_well_is_a_stop(planned, monkeypatch):
     with pytest.raises(InterruptedError, match=r"stopped on request, and its engine with it; \d+ samples .*; the same"):
         replay.run(planned)
     assert status(planned)["state"] == "stopped"
+    assert "ConnectionError: the engine core is dead" in capfd.readouterr().err
     monkeypatch.undo()
     replay.run(planned)
     assert shards.verify(planned.folder) == []
@@ -285,7 +286,9 @@ def test_files_that_are_no_shards_of_the_set_are_refused(planned):
     planned.path(3).mkdir()
     with pytest.raises(ValueError, match=f"{planned.path(3)}: is no shard of this set"):
         replay.run(planned)
-    assert planned.path(3).is_dir()
+    with pytest.raises(ValueError, match=f"{planned.path(3)}: is a folder, not a shard"):
+        replay.run(planned, overwrite=True)
+    assert len(shards.shard_paths(planned.folder)) == len(planned.plan)
 
 
 @pytest.mark.parametrize(
@@ -302,6 +305,8 @@ def test_files_that_are_no_shards_of_the_set_are_refused(planned):
         ("num_shards", "14", "has 'num_shards': '14'"),
         ("num_samples", "300", "has 'num_samples': '300'"),
         ("num_tokens", 1, "expected 1 tokens, found"),
+        ("settings", {"part": 5}, "has the part '5', expected I/N"),
+        ("prepared", {"settings": []}, "has 'settings': []"),
     ],
 )
 def test_metadata_that_the_shards_contradict_is_found(planned, key, value, said):
@@ -309,6 +314,9 @@ def test_metadata_that_the_shards_contradict_is_found(planned, key, value, said)
     replay.run(planned)
     path = planned.folder / shards.METADATA
     files.write_json(path, files.read_json(path) | {key: value})
+    if f"'{key}'" in said:
+        with pytest.raises(ValueError, match="metadata.json: has"):
+            HiddenStates.open(planned.folder, planned.target)
     (planned.folder / ".x.1.tmp").touch()
     faults = shards.verify(planned.folder)
     assert len(faults) == 2 and ".x.1.tmp" in faults[0] and said in faults[1]

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from eagle3 import extract, files, gpus, preflight, vllm_source
 from eagle3.target import Target
@@ -188,6 +190,9 @@ def test_all_refusals_are_shown_at_once(tiny_llama, tmp_path):
         ("config.json", {"num_hidden_layers": "six"}, "found 'six' as 'num_hidden_layers'"),
         ("config.json", {"hidden_size": True}, "found True as 'hidden_size'"),
         ("config.json", {"text_config": [1]}, "has no 'num_hidden_layers'"),
+        ("config.json", {"architectures": 5}, "expected a list of architectures, found 5"),
+        ("tokenizer_config.json", {"chat_template": 7}, "its chat_template is no text: 7"),
+        ("tokenizer_config.json", {"chat_template": [{"name": "default", "template": 7}]}, "is no text: 7"),
         ("model.safetensors.index.json", {"metadata": {}}, "has no weight_map"),
         ("model.safetensors.index.json", {"weight_map": {"a": 3}}, "has no weight_map"),
     ],
@@ -196,6 +201,8 @@ def test_a_broken_folder_of_a_model_is_refused_naming_the_file(tiny_llama, tmp_p
     """A config without what the checks need, or with something else there, is a refusal: no note, no traceback."""
     data, model = write_prepared(tmp_path / "prepared", tiny_llama, [8]), tmp_path / "model"
     shutil.copytree(tiny_llama, model)
+    if "chat_template" in content:
+        (model / "chat_template.jinja").unlink(missing_ok=True)
     before = files.read_json(model / file) if (model / file).is_file() else {}
     files.write_json(model / file, before | content)
     table, extraction = preflight.examine(options(model, data, tmp_path / "out"))
@@ -209,6 +216,26 @@ def test_a_chat_template_that_is_no_text_is_named(tiny_llama, tmp_path):
     (tmp_path / "model/chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(ValueError, match="model/chat_template.jinja: not UTF-8 text"):
         Target.open(tmp_path / "model").chat_template  # noqa: B018
+
+
+def test_an_index_that_names_the_wrong_file_is_refused(tiny_llama, tmp_path):
+    """As when files of two downloads are mixed: a whole file, without the tensor that the index promises."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_llama, model)
+    save_file({"other": torch.zeros(1)}, model / "other.safetensors")
+    names = dict.fromkeys(Target.open(model).weight_files, "other.safetensors")
+    files.write_json(model / "model.safetensors.index.json", {"weight_map": names})
+    with pytest.raises(
+        ValueError, match="other.safetensors: does not hold model.norm.weight, though the index says so"
+    ):
+        Target.open(model).fingerprint  # noqa: B018
+
+
+def test_json_nested_without_end_is_refused(tmp_path):
+    """Python's parser gives up with a RecursionError."""
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="config.json: not valid JSON"):
+        Target.open(tmp_path)
 
 
 def test_prepared_metadata_with_another_type_is_refused(tiny_llama, tmp_path):

@@ -13,6 +13,7 @@ from eagle3.draft import Draft, DraftConfig, Teacher, embedding
 from eagle3.export import export
 from eagle3.states import HiddenStates
 from eagle3.target import Target
+from tests import stages
 from tests.states_folder import random_samples, write_hidden_states
 
 LAYERS = [1, 2, 3, 5]
@@ -161,15 +162,36 @@ def test_extraction_refuses_longer_samples(tiny_llama, data, tmp_path):
         extract.plan_extraction(options(tiny_llama, data, tmp_path / "out", max_seq_len=39))
 
 
+@pytest.mark.parametrize("damage", ["vocabulary missing", "vocabulary changed", "format before"])
+def test_preparing_again_leads_out_of_what_extraction_refuses(tiny_llama, tmp_path, damage):
+    """What 02 refuses, 01 does not call done: it says --overwrite, and with that 02 takes the data."""
+    rows = tmp_path / "chats.jsonl"
+    rows.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
+    command = ["01_prepare_data.py", "--model-path", tiny_llama, "--input", rows, "--output-dir", tmp_path / "p"]
+    assert stages.run_here(*command)[0] == 0
+    data, words = tmp_path / "p" / prepared.DATA, tmp_path / "p" / vocab.FILE
+    if damage == "format before":
+        path = data.with_name(prepared.METADATA)
+        files.write_json(path, files.read_json(path) | {"format": "eagle3-prepared/1"})
+    else:
+        words.unlink() if damage == "vocabulary missing" else words.write_text("{}")
+    with pytest.raises(ValueError):
+        extract.plan_extraction(options(tiny_llama, data, tmp_path / "out"))
+    code, log = stages.run_here(*command)
+    assert code == 2 and "--overwrite" in log.splitlines()[-1]
+    assert stages.run_here(*command, "--overwrite")[0] == 0
+    assert extract.plan_extraction(options(tiny_llama, data, tmp_path / "out")).rows
+
+
 def test_data_of_another_format_or_changed_is_refused(tiny_llama, data, tmp_path):
     """02: rows written by another format version, and rows edited after they were prepared."""
     path = data.with_name(prepared.METADATA)
     metadata = files.read_json(path)
     files.write_json(path, metadata | {"format": "eagle3-prepared/0"})
-    with pytest.raises(ValueError, match="expected format 'eagle3-prepared/1', found 'eagle3-prepared/0'"):
+    with pytest.raises(ValueError, match="expected format 'eagle3-prepared/2', found 'eagle3-prepared/0'"):
         extract.plan_extraction(options(tiny_llama, data, tmp_path / "out"))
     files.write_json(path, {k: v for k, v in metadata.items() if k != "target"})
-    with pytest.raises(ValueError, match="metadata.json: has no 'target', so it is not as 01_prepare_data.py wrote it"):
+    with pytest.raises(ValueError, match="metadata.json: has no 'target', so it is not as its stage wrote it; run 01_"):
         extract.plan_extraction(options(tiny_llama, data, tmp_path / "out"))
     files.write_json(path, metadata)
     data.write_text(data.read_text().replace("[0,1,", "[0,2,"))

@@ -30,8 +30,8 @@ def prepare(target: Path, folder: Path) -> list[prepared.Row]:
             ids = np.array([draw.randrange(3, targets.VOCAB_SIZE) for _ in range(length)], np.int32)
             rows.append(prepared.Row(f"sample-{number}", ids, np.ones(length, np.uint8)))
             prepared.write_row(file, rows[-1])
-    prepared.write_metadata(folder, {"target": Target.open(target).fingerprint})
     vocab.DraftVocab(targets.VOCAB_SIZE).save(folder)
+    prepared.write_metadata(folder, {"target": Target.open(target).fingerprint})
     return rows
 
 
