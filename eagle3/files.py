@@ -130,12 +130,12 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path}: not UTF-8 text: {error}") from None
 
 
-def check_entries(path: Path, content: dict[str, Any], expected: dict[str, type]) -> None:
-    """ValueError naming the file if an entry is missing or of another type."""
+def check_entries(path: Path, content: dict[str, Any], expected: dict[str, type], writer: str) -> None:
+    """ValueError naming the file if an entry is missing or of another type, so not as `writer` left it."""
     for key, kind in expected.items():
         if not isinstance(content.get(key), kind) or isinstance(content[key], bool):
             found = f"has {key!r}: {content[key]!r}" if key in content else f"has no {key!r}"
-            raise ValueError(f"{path}: {found[:100]}, so it is not as its stage wrote it")
+            raise ValueError(f"{path}: {found[:100]}, so it is not as {writer} wrote it")
 
 
 def open_tensors(path: Path) -> "safe_open":

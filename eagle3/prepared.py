@@ -97,10 +97,10 @@ def read_metadata(data: Path) -> dict[str, Any]:
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{path}: expected format {FORMAT!r}, found {metadata.get('format')!r}")
     try:
-        files.check_entries(path, metadata, {"target": dict, **dict.fromkeys(HASHED, str)})
-        files.check_entries(path, {"settings": {}} | metadata, {"settings": dict})
+        expected = {"target": dict, "settings": dict, **dict.fromkeys(HASHED, str)}
+        files.check_entries(path, {"settings": {}} | metadata, expected, "01_prepare_data.py")
     except ValueError as error:
-        raise ValueError(f"{error}; run 01_prepare_data.py again with --overwrite") from None
+        raise ValueError(f"{error}; run it again with --overwrite") from None
     for key, file in {"data_sha256": data, "draft_vocab_sha256": data.with_name(vocab.FILE)}.items():
         if not file.is_file():
             raise ValueError(f"{file}: missing; run 01_prepare_data.py again with --overwrite, it writes the file")

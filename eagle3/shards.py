@@ -46,7 +46,8 @@ METADATA = "metadata.json"
 VERIFY_THREADS = 8  # a disk gives its full rate to several readers only
 OWN = ("index", "sample_ids", "checksums", "checksum_tokens")  # of one shard; the rest is the whole set's
 HEADER = "checksum_header"
-REDO = "02_extract_hidden_states.py with the same flags redoes the shard"
+SCRIPT = "02_extract_hidden_states.py"
+REDO = f"{SCRIPT} with the same flags redoes the shard"
 FP8 = "float8_e4m3fn"
 DTYPES = {"offsets": np.int64, "input_ids": np.int32, "loss_mask": np.uint8}
 DTYPE_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", FP8: "F8_E4M3"}
@@ -527,8 +528,8 @@ def read_metadata(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: expected format {FORMAT!r}, found {metadata.get('format')!r}")
     expected = dict.fromkeys(("shared", "settings", "prepared"), dict)
     expected |= dict.fromkeys(("num_samples", "num_tokens", "num_shards"), int)
-    files.check_entries(path, metadata, expected)
-    files.check_entries(path, {"settings": {}} | metadata["prepared"], {"settings": dict})
+    files.check_entries(path, metadata, expected, SCRIPT)
+    files.check_entries(path, {"settings": {}} | metadata["prepared"], {"settings": dict}, SCRIPT)
     if not re.fullmatch(r"[1-9]\d*/[1-9]\d*", part := str(metadata["settings"].get("part") or "1/1")):
         raise ValueError(f"{path}: has the part {part!r}, expected I/N")
     return metadata

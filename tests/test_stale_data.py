@@ -191,7 +191,7 @@ def test_data_of_another_format_or_changed_is_refused(tiny_llama, data, tmp_path
     with pytest.raises(ValueError, match="expected format 'eagle3-prepared/2', found 'eagle3-prepared/0'"):
         extract.plan_extraction(options(tiny_llama, data, tmp_path / "out"))
     files.write_json(path, {k: v for k, v in metadata.items() if k != "target"})
-    with pytest.raises(ValueError, match="metadata.json: has no 'target', so it is not as its stage wrote it; run 01_"):
+    with pytest.raises(ValueError, match="metadata.json: has no 'target', so it is not as 01_prepare_data.py wrote it"):
         extract.plan_extraction(options(tiny_llama, data, tmp_path / "out"))
     files.write_json(path, metadata)
     data.write_text(data.read_text().replace("[0,1,", "[0,2,"))
