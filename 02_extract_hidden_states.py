@@ -50,10 +50,12 @@ def parser() -> cli.Parser:
 
 def part(text: str) -> tuple[int, int]:
     """An argparse type: I/N with 1 <= I <= N."""
-    index, slash, count = text.partition("/")
-    if not (slash and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
-        raise argparse.ArgumentTypeError(f"expected I/N, such as 1/4 to 4/4, found {text}")
-    return int(index), int(count)
+    from eagle3.shards import parse_part
+
+    try:
+        return parse_part(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def check(args: argparse.Namespace) -> "tuple[Extraction, argparse.Namespace]":

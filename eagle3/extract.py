@@ -160,12 +160,9 @@ def read_data(options: Options, target: Target) -> tuple[list[prepared.Row], dic
     fit them."""
     data = prepared.read_metadata(options.prepared_data)
     check_same_target(data["target"], target.fingerprint, str(options.prepared_data))
-    draft_vocab = vocab.DraftVocab.load(options.prepared_data.parent)  # goes with the states, for stage 3
-    if draft_vocab.target_size != target.vocab_size:
-        raise ValueError(
-            f"{options.prepared_data.with_name(vocab.FILE)}: made for a target of {draft_vocab.target_size} tokens, "
-            f"this one has {target.vocab_size}; run 01_prepare_data.py again with --overwrite"
-        )
+    folder = options.prepared_data.parent
+    remedy = "run 01_prepare_data.py again with --overwrite"
+    vocab.DraftVocab.load(folder).check_target(folder, target.vocab_size, remedy)  # goes with the states, for stage 3
     rows = list(prepared.read_rows(options.prepared_data))
     _check_rows(rows, options, target.vocab_size)
     if options.part:

@@ -267,7 +267,7 @@ def check(plan: Plan) -> bool:
 def _is_done(plan: Plan) -> bool:
     """Whether the output folder already holds this very preparation. ValueError if it holds another one."""
     path = plan.output / prepared.METADATA
-    if plan.overwrite or not path.is_file():
+    if plan.overwrite or not (path.is_file() and (plan.output / prepared.DATA).is_file()):
         return False
     found = files.read_json(path)
     expected = {"format": prepared.FORMAT, **plan.description}

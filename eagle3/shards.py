@@ -21,7 +21,6 @@ import argparse
 import itertools
 import json
 import os
-import re
 import sys
 import threading
 from collections import Counter
@@ -109,6 +108,14 @@ def shard_name(index: int) -> str:
 def part_name(number: int, total: int) -> str:
     """The name of one part of a set that is extracted in parts."""
     return f"part-{number:05}-of-{total:05}"
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """The number of a part and how many there are, from I/N. ValueError unless 1 <= I <= N."""
+    index, slash, count = text.partition("/")
+    if not (slash and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+        raise ValueError(f"expected I/N, such as 1/4 to 4/4, found {text}")
+    return int(index), int(count)
 
 
 def bytes_per_token(num_layers: int, hidden_size: int, dtype: torch.dtype) -> int:
@@ -530,8 +537,10 @@ def read_metadata(folder: Path) -> dict[str, Any]:
     expected |= dict.fromkeys(("num_samples", "num_tokens", "num_shards"), int)
     files.check_entries(path, metadata, expected, SCRIPT)
     files.check_entries(path, {"settings": {}} | metadata["prepared"], {"settings": dict}, SCRIPT)
-    if not re.fullmatch(r"[1-9]\d*/[1-9]\d*", part := str(metadata["settings"].get("part") or "1/1")):
-        raise ValueError(f"{path}: has the part {part!r}, expected I/N")
+    try:
+        parse_part(str(metadata["settings"].get("part") or "1/1"))
+    except ValueError as error:
+        raise ValueError(f"{path}: has a part that is none: {error}") from None
     return metadata
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from eagle3 import files, layers, vocab
 from eagle3.parts import Parts
-from eagle3.shards import METADATA, ShardSet, load_vocab, read_metadata, shard_name, shard_paths
+from eagle3.shards import METADATA, ShardSet, load_vocab, parse_part, read_metadata, shard_name, shard_paths
 from eagle3.target import Target, check_same_target
 from eagle3.vocab import DraftVocab
 
@@ -88,11 +88,8 @@ class HiddenStates:
         layers.check_layer_ids(self.layer_ids, target.num_layers)
         if len(self.data) != num_samples:
             raise ValueError(f"{folder}: expected {num_samples} samples, the shards hold {len(self.data)}")
-        if self.vocab.target_size != target.vocab_size:
-            raise ValueError(
-                f"{folder}/{vocab.FILE}: made for a target of {self.vocab.target_size} tokens, this one has "
-                f"{target.vocab_size}; run 01_prepare_data.py and 02_extract_hidden_states.py again"
-            )
+        remedy = "run 01_prepare_data.py and 02_extract_hidden_states.py again"
+        self.vocab.check_target(folder, target.vocab_size, remedy)
 
 
 def _read_metadata(folder: Path) -> dict[str, Any]:
@@ -130,8 +127,7 @@ def _load_vocab(folder: Path, metadata: dict[str, Any]) -> DraftVocab:
 
 def _part_of(metadata: dict[str, Any]) -> tuple[int, int]:
     """(number, total) of 02's --part; (1, 1) of a whole set."""
-    number, total = (metadata["settings"].get("part") or "1/1").split("/")
-    return int(number), int(total)
+    return parse_part(metadata["settings"].get("part") or "1/1")
 
 
 def _check_together(

@@ -62,6 +62,13 @@ class DraftVocab:
             raise ValueError(f"{folder / FILE}: does not match its own fingerprint; run 01_prepare_data.py again")
         return vocab
 
+    def check_target(self, folder: Path, target_size: int, remedy: str) -> None:
+        """ValueError naming the file in `folder` if it was made for a target of another number of tokens."""
+        if self.target_size != target_size:
+            raise ValueError(
+                f"{folder / FILE}: made for a target of {self.target_size} tokens, this one has {target_size}; {remedy}"
+            )
+
 
 def choose(counts: np.ndarray, size: int, always: Iterable[int]) -> DraftVocab:
     """The `size` most frequent tokens of `counts` int64 [V], the ids of `always` (special, stop) among them.

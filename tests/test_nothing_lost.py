@@ -305,7 +305,8 @@ def test_files_that_are_no_shards_of_the_set_are_refused(planned):
         ("num_shards", "14", "has 'num_shards': '14'"),
         ("num_samples", "300", "has 'num_samples': '300'"),
         ("num_tokens", 1, "expected 1 tokens, found"),
-        ("settings", {"part": 5}, "has the part '5', expected I/N"),
+        ("settings", {"part": 5}, "has a part that is none: expected I/N, such as 1/4 to 4/4, found 5"),
+        ("settings", {"part": "9/2"}, "has a part that is none: expected I/N, such as 1/4 to 4/4, found 9/2"),
         ("prepared", {"settings": []}, "has 'settings': []"),
     ],
 )

@@ -183,6 +183,36 @@ def test_preparing_again_leads_out_of_what_extraction_refuses(tiny_llama, tmp_pa
     assert extract.plan_extraction(options(tiny_llama, data, tmp_path / "out")).rows
 
 
+def test_a_vocabulary_for_a_target_of_another_size_is_refused(tiny_llama, data, tmp_path):
+    """By 02 before the load, and by 03, each with its own way out."""
+    target, folder = Target.open(tiny_llama), data.parent
+    vocab.DraftVocab(target.vocab_size + 1).save(folder)
+    metadata = files.read_json(folder / prepared.METADATA)
+    prepared.write_metadata(folder, {k: metadata[k] for k in ("target", "settings")})
+    sizes = (
+        f"made for a target of {target.vocab_size + 1} tokens, this one has {target.vocab_size}; run 01_prepare_data.py"
+    )
+    with pytest.raises(ValueError, match=f"{folder}/{vocab.FILE}: {sizes} again with --overwrite"):
+        extract.plan_extraction(options(tiny_llama, data, tmp_path / "out"))
+    samples = random_samples([4], len(LAYERS), target.hidden_size, target.vocab_size)
+    states = write_hidden_states(tmp_path / "states", target, samples, LAYERS, vocab.DraftVocab(target.vocab_size + 1))
+    with pytest.raises(ValueError, match=f"{states}/{vocab.FILE}: {sizes} and 02_extract_hidden_states.py again"):
+        HiddenStates.open(states, target)
+
+
+def test_data_that_is_gone_is_made_again(tiny_llama, tmp_path):
+    """metadata.json alone is no preparation that is done: the same command writes the same rows."""
+    rows = tmp_path / "chats.jsonl"
+    rows.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
+    command = ["01_prepare_data.py", "--model-path", tiny_llama, "--input", rows, "--output-dir", tmp_path / "p"]
+    data = tmp_path / "p" / prepared.DATA
+    assert stages.run_here(*command)[0] == 0
+    whole = data.read_bytes()
+    data.unlink()
+    assert stages.run_here(*command)[0] == 0
+    assert data.read_bytes() == whole
+
+
 def test_data_of_another_format_or_changed_is_refused(tiny_llama, data, tmp_path):
     """02: rows written by another format version, and rows edited after they were prepared."""
     path = data.with_name(prepared.METADATA)
